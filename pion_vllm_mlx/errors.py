@@ -1,0 +1,139 @@
+"""Every error the package raises, and the wire codes they travel under.
+
+::
+
+    PionError
+    ├── CommandError               a command was refused; carries the wire code
+    │   ├── AuthenticationRequired   NOAUTH
+    │   ├── WrongPassword            WRONGPASS
+    │   ├── PermissionRefused        NOPERM
+    │   ├── OutOfMemory              OOM
+    │   ├── UnsupportedProtocol      NOPROTO
+    │   └── ColdMiss                 COLDMISS
+    ├── ProtocolError              bytes on the wire that are not RESP
+    ├── StoreUnavailable           the server is absent, too slow, or answers nonsense
+    │   └── DeadlineExceeded         the time a cache operation may take is over
+    ├── DamagedData                stored bytes that do not verify
+    ├── NewerFormat                a file written by a newer version
+    ├── DataFolderBusy             another process owns the data folder
+    ├── UnsupportedCache           a cache class this version cannot store
+    ├── ConfigError                a bad flag or setting
+    └── PionMlxCompatError         mlx-lm is missing, or its seam is not one we know
+
+``WIRE_CODES`` maps a code to its class: the server turns an exception into
+``-<code> <sentence>``, a client turns the line back into the same class.
+"""
+
+from __future__ import annotations
+
+
+class PionError(Exception):
+    """Base of every error of this package."""
+
+
+class CommandError(PionError):
+    """A command was refused and changed nothing.
+
+    ``code`` is the first word of the error line, ``sentence`` the rest.
+    """
+
+    code = "ERR"
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+
+
+class AuthenticationRequired(CommandError):
+    """The connection has to authenticate first."""
+
+    code = "NOAUTH"
+
+
+class WrongPassword(CommandError):
+    """The credentials do not match."""
+
+    code = "WRONGPASS"
+
+
+class PermissionRefused(CommandError):
+    """The connection's user may not use this command."""
+
+    code = "NOPERM"
+
+
+class OutOfMemory(CommandError):
+    """The server is at its memory limit."""
+
+    code = "OOM"
+
+
+class UnsupportedProtocol(CommandError):
+    """HELLO asked for a RESP version that does not exist here."""
+
+    code = "NOPROTO"
+
+
+class ColdMiss(CommandError):
+    """The attention slot is known but not resident."""
+
+    code = "COLDMISS"
+
+
+class ProtocolError(PionError):
+    """Bytes that are not valid RESP; the connection cannot go on."""
+
+
+class StoreUnavailable(PionError):
+    """The server is absent, closed the connection, or answers something else."""
+
+
+class DeadlineExceeded(StoreUnavailable):
+    """A cache operation took longer than its deadline allows."""
+
+
+class DamagedData(PionError):
+    """Stored bytes do not match their checksum or their description."""
+
+
+class NewerFormat(PionError):
+    """A file was written by a newer version of this package."""
+
+
+class DataFolderBusy(PionError):
+    """Another process owns the data folder; the message says which."""
+
+
+class UnsupportedCache(PionError, TypeError):
+    """A cache object of a class that this version cannot store."""
+
+
+class ConfigError(PionError, ValueError):
+    """A flag, an environment variable or an argument is not acceptable."""
+
+
+class PionMlxCompatError(PionError, RuntimeError):
+    """mlx-lm is missing, too old, or its attention seam has changed."""
+
+
+WIRE_CODES: dict[str, type[CommandError]] = {
+    kind.code: kind
+    for kind in (
+        CommandError,
+        AuthenticationRequired,
+        WrongPassword,
+        PermissionRefused,
+        OutOfMemory,
+        UnsupportedProtocol,
+        ColdMiss,
+    )
+}
+
+
+def from_wire(line: str) -> CommandError:
+    """The exception for an error line without its leading dash."""
+    code, _, sentence = line.partition(" ")
+    kind = WIRE_CODES.get(code)
+    if kind is None:
+        return CommandError(line)
+    return kind(sentence)
