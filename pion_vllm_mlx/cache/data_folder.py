@@ -1,0 +1,144 @@
+"""A data folder as its clients see it: who owns it, how large it is, clearing it.
+
+The owning server holds an exclusive ``flock`` on ``pion.lock`` for as long as it lives and,
+once it is ready, writes ``pion.status``, a JSON object::
+
+    pid         process id of the server
+    port        its RESP port on 127.0.0.1
+    unixsocket  path of its Unix socket, or null
+    version     version of the package it runs
+    started     seconds since 1970
+
+A status file may be left behind by a server that was killed: it is a hint where to knock, and
+the lock alone says whether the folder is owned.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pion_vllm_mlx.errors import DataFolderBusy
+
+LOCK_NAME = "pion.lock"
+STATUS_NAME = "pion.status"
+LOG_NAME = "pion.log"
+
+# What the server writes; nothing else in the folder is ever touched.
+_OURS = ("pion.*", "pion-*")
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """What the last server of a folder said about itself."""
+
+    pid: int
+    port: int
+    unixsocket: Path | None
+    version: str
+    started: float
+
+    def process_exists(self) -> bool:
+        """Whether some process has this id; it need not be the server any more."""
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:
+            return True
+        return True
+
+
+@dataclass(frozen=True)
+class FolderSize:
+    """Files of the store and the disk space they take, holes not counted."""
+
+    files: int
+    disk_bytes: int
+
+
+def read_status(folder: Path) -> ServerStatus | None:
+    """The status in ``folder``; None where there is none, or none that can be read."""
+    try:
+        text = (folder / STATUS_NAME).read_text(encoding="utf-8")
+        fields = json.loads(text)
+        unixsocket = fields.get("unixsocket")
+        return ServerStatus(
+            pid=int(fields["pid"]),
+            port=int(fields["port"]),
+            unixsocket=Path(unixsocket) if unixsocket else None,
+            version=str(fields.get("version", "")),
+            started=float(fields.get("started", 0.0)),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Own ``folder`` while the block runs, so that no server starts in it.
+
+    Raises ``DataFolderBusy`` naming the process that owns it.
+    """
+    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            status = read_status(folder)
+            owner = f"process {status.pid}, port {status.port}" if status else "another process"
+            raise DataFolderBusy(f"{folder} is in use by a server ({owner})") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def measure(folder: Path) -> FolderSize:
+    """Count the store's files in ``folder`` and what they take on disk."""
+    files = disk_bytes = 0
+    for path in _all_files(folder):
+        try:
+            status = path.lstat()
+        except FileNotFoundError:  # a running server removes files
+            continue
+        files += 1
+        disk_bytes += status.st_blocks * 512
+    return FolderSize(files, disk_bytes)
+
+
+def clear(folder: Path) -> FolderSize:
+    """Remove every stored prefix in ``folder``; returns what was there.
+
+    Raises ``DataFolderBusy`` while a server owns the folder.
+    """
+    if not folder.is_dir():
+        return FolderSize(0, 0)
+    with exclusive(folder):
+        before = measure(folder)
+        for path in _top_level(folder):
+            if path.name == LOCK_NAME:
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
+    return before
+
+
+def _top_level(folder: Path) -> list[Path]:
+    """The store's files and folders that lie directly in ``folder``."""
+    return sorted({path for pattern in _OURS for path in folder.glob(pattern)})
+
+
+def _all_files(folder: Path) -> Iterator[Path]:
+    for path in _top_level(folder):
+        if path.is_dir() and not path.is_symlink():
+            yield from (inner for inner in path.rglob("*") if not inner.is_dir())
+        else:
+            yield path

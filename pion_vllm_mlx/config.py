@@ -1,0 +1,205 @@
+"""Settings: the only module that reads the environment.
+
+Everything else receives a frozen dataclass or a path.  Values are read when the function or
+``from_environment`` is called, never at import, so that two objects of one process may be
+built under different settings.
+
+===============================  ===============================================================
+variable                         effect
+===============================  ===============================================================
+PION_DATA_DIR                    data folder of the embedded server
+PION_MODEL_DIR                   folder of converted models
+PION_REQUIREPASS                 password of the server, also used by its embedded clients
+PION_EXPORT_DIR                  folder of V.EXPORT files
+PION_PROMPT_CACHE_NO_INPROC=1    no in-process lane
+PION_PROMPT_CACHE_NO_BINARY=1    no binary lane
+PION_PROMPT_CACHE_NO_BATCH=1     RANGE a layer instead of BATCH
+PION_PROMPT_CACHE_NO_EXPORT=1    no export lane and no mapped lane
+PION_DISABLE_FUSED_ATTEND=1      two-step merge on the client
+PION_NO_EXPLICIT_EVAL=1          skip the explicit evaluation barrier
+PION_DEBUG_SPARSE_AUTO=1         print failing sparse calls
+PION_LINEAGE=0                   no lineage index
+===============================  ===============================================================
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+
+from pion_vllm_mlx.errors import ConfigError
+
+APP_NAME = "pion-vllm-mlx"
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 1974
+
+GIGABYTE = 10**9
+
+# Smallest sun_path of the systems served (macOS), less the closing NUL.
+MAX_SOCKET_PATH_BYTES = 103
+
+
+def _switched_on(environ: Mapping[str, str], name: str) -> bool:
+    """Whether a switch is set to anything but nothing or ``0``."""
+    return environ.get(name, "") not in ("", "0")
+
+
+@dataclass(frozen=True)
+class ClientSwitches:
+    """Which lanes and shortcuts a client object may use; read once, when it is built."""
+
+    no_inproc: bool = False
+    no_binary: bool = False
+    no_batch: bool = False
+    no_export: bool = False
+    no_fused_attend: bool = False
+    no_explicit_eval: bool = False
+    debug_sparse_auto: bool = False
+    lineage: bool = True
+
+    @property
+    def no_mapped(self) -> bool:
+        """Whether the mapped lane is off: it and the export lane share one switch."""
+        return self.no_export
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> ClientSwitches:
+        """Read the switches; ``environ`` defaults to the process's environment."""
+        env = os.environ if environ is None else environ
+        return cls(
+            no_inproc=_switched_on(env, "PION_PROMPT_CACHE_NO_INPROC"),
+            no_binary=_switched_on(env, "PION_PROMPT_CACHE_NO_BINARY"),
+            no_batch=_switched_on(env, "PION_PROMPT_CACHE_NO_BATCH"),
+            no_export=_switched_on(env, "PION_PROMPT_CACHE_NO_EXPORT"),
+            no_fused_attend=_switched_on(env, "PION_DISABLE_FUSED_ATTEND"),
+            no_explicit_eval=_switched_on(env, "PION_NO_EXPLICIT_EVAL"),
+            debug_sparse_auto=_switched_on(env, "PION_DEBUG_SPARSE_AUTO"),
+            lineage=env.get("PION_LINEAGE", "1") != "0",
+        )
+
+
+@dataclass(frozen=True)
+class ServerEnvironment:
+    """What the server takes from the environment; its flags take precedence."""
+
+    password: str | None = None
+    export_dir: Path | None = None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> ServerEnvironment:
+        """Read the settings; empty values count as unset."""
+        env = os.environ if environ is None else environ
+        export_dir = env.get("PION_EXPORT_DIR")
+        return cls(
+            password=env.get("PION_REQUIREPASS") or None,
+            export_dir=Path(export_dir) if export_dir else None,
+        )
+
+
+@dataclass(frozen=True)
+class EmbeddedDefaults:
+    """What an embedded server does unless a flag says otherwise.
+
+    ``idle_exit_seconds``: how long it outlives its last connection;
+    ``first_client_seconds``: how long it waits for its first one.
+    """
+
+    disk_budget_cap_bytes: int = 20 * GIGABYTE
+    disk_budget_share: float = 0.10
+    keep_free_bytes: int = 5 * GIGABYTE
+    max_sessions: int = 65_536
+    idle_exit_seconds: float = 2.0
+    first_client_seconds: float = 3.0
+
+    def disk_budget_bytes(self, folder: Path) -> int:
+        """The disk budget for ``folder``: the cap, or a share of what is free there if less."""
+        free = shutil.disk_usage(_existing_parent(folder)).free
+        return min(self.disk_budget_cap_bytes, int(free * self.disk_budget_share))
+
+
+def _existing_parent(path: Path) -> Path:
+    """``path`` or its nearest ancestor that exists."""
+    for candidate in (path.absolute(), *path.absolute().parents):
+        if candidate.exists():
+            return candidate
+    return Path(path.anchor or "/")
+
+
+def data_dir() -> Path:
+    """The data folder of the embedded server; not created here."""
+    chosen = os.environ.get("PION_DATA_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    return platformdirs.user_data_path(APP_NAME, appauthor=False)
+
+
+def model_dir() -> Path:
+    """The folder in which converted models are kept; not created here."""
+    chosen = os.environ.get("PION_MODEL_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    return platformdirs.user_cache_path(APP_NAME, appauthor=False) / "models"
+
+
+def child_environment(**changes: str | None) -> dict[str, str]:
+    """A copy of the environment for a child process; a change to None removes the variable."""
+    env = dict(os.environ)
+    for name, value in changes.items():
+        if value is None:
+            env.pop(name, None)
+        else:
+            env[name] = value
+    return env
+
+
+def preloaded_libraries() -> str:
+    """The dynamic loader's list of preloaded libraries, empty where there is none."""
+    return os.environ.get("LD_PRELOAD", "")
+
+
+def socket_dir(name_bytes: int = 40) -> Path:
+    """A private folder (mode 0700, ours) for Unix sockets whose names have ``name_bytes``.
+
+    The runtime folder of the login session where there is one, else the temporary folder, else
+    ``/tmp``, which is short everywhere.
+
+    Raises ``ConfigError`` when none of them can hold a private folder with a short enough path.
+    """
+    refusals = []
+    for parent in _socket_parents():
+        folder = parent / f"pion-{os.getuid()}"
+        if len(os.fsencode(folder)) + 1 + name_bytes > MAX_SOCKET_PATH_BYTES:
+            refusals.append(f"{folder} is too long")
+            continue
+        reason = _make_private(folder)
+        if reason is None:
+            return folder
+        refusals.append(f"{folder}: {reason}")
+    raise ConfigError("no folder for the server's Unix socket: " + "; ".join(refusals))
+
+
+def _socket_parents() -> list[Path]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    parents = [Path(runtime)] if runtime else []
+    return [*parents, Path(tempfile.gettempdir()), Path("/tmp")]
+
+
+def _make_private(folder: Path) -> str | None:
+    """Make ``folder`` with mode 0700, or say why it cannot be trusted."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = os.lstat(folder)
+    except OSError as error:
+        return str(error.strerror)
+    if not os.path.isdir(folder) or os.path.islink(folder):
+        return "not a folder"
+    # In a folder that anybody may write to, somebody else may have made it first.
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        return "belongs to somebody else, or others may write to it"
+    return None
