@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
-from .gguf_tokenizer import Vocabulary, write_tokenizer
+from pion_vllm_mlx.demo.gguf_tokenizer import Vocabulary, write_tokenizer
+from pion_vllm_mlx.errors import ConfigError
 
 Progress = Callable[[int], object]
 """Called with the number of bytes of weights that have just been written."""

@@ -16,7 +16,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
+from pion_vllm_mlx.errors import ConfigError
 
 SPACE = "\u2581"
 
