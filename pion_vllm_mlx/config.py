@@ -147,14 +147,12 @@ def model_dir() -> Path:
     return platformdirs.user_cache_path(APP_NAME, appauthor=False) / "models"
 
 
-def child_environment(**changes: str | None) -> dict[str, str]:
-    """A copy of the environment for a child process; a change to None removes the variable."""
+def child_environment(prepend: Mapping[str, str]) -> dict[str, str]:
+    """A copy of the environment for a child process, with entries put before path lists."""
     env = dict(os.environ)
-    for name, value in changes.items():
-        if value is None:
-            env.pop(name, None)
-        else:
-            env[name] = value
+    for name, entry in prepend.items():
+        known = env.get(name)
+        env[name] = f"{entry}{os.pathsep}{known}" if known else entry
     return env
 
 

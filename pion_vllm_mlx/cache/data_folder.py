@@ -44,16 +44,6 @@ class ServerStatus:
     version: str
     started: float
 
-    def process_exists(self) -> bool:
-        """Whether some process has this id; it need not be the server any more."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:
-            return True
-        return True
-
 
 @dataclass(frozen=True)
 class FolderSize:
