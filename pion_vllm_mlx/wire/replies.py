@@ -16,6 +16,7 @@ from ..errors import CommandError, ProtocolError, from_wire
 from .encode import Map, Set, Simple
 
 _KIB = 1024
+INLINE_BULK_BYTES = 32 * _KIB
 _CAPACITY = 64 * _KIB
 _MAX_LINE = 64 * _KIB
 _MAX_DEPTH = 16
@@ -67,8 +68,8 @@ class ReplyParser:
     """Turns the bytes of one connection into ``replies``.
 
     A long bulk string becomes the ``memoryview`` that ``open_bulk`` gave for it, a
-    short one ``bytes``; an error line becomes a ``CommandError`` value. With
-    ``keep_raw`` the bytes of the replies are kept too, see :meth:`take_raw`.
+    short one ``bytes``; an error line becomes a ``CommandError`` value.
+    Out-of-band messages go to ``pushes``.
     Raises ProtocolError from :meth:`buffer_updated` for bytes that are not RESP, or
     lie beyond the limits; the parser is of no use after that.
     """
@@ -77,11 +78,11 @@ class ReplyParser:
         self,
         open_bulk: OpenReplyBulk = allocate,
         *,
-        inline_bulk_bytes: int = 32 * _KIB,
+        inline_bulk_bytes: int = INLINE_BULK_BYTES,
         max_bulk: int = _MAX_BULK,
-        keep_raw: bool = False,
     ) -> None:
         self.replies: deque[Reply] = deque()
+        self.pushes: deque[Push] = deque()
         self._open_bulk = open_bulk
         self._inline_bulk_bytes = min(inline_bulk_bytes, _CAPACITY - _KIB)
         self._max_bulk = max_bulk
@@ -92,7 +93,7 @@ class ReplyParser:
         self._window: memoryview | None = None
         self._window_kind = 0
         self._filled = 0
-        self._raw: list[bytes | memoryview] | None = [] if keep_raw else None
+        self._raw: list[bytes | memoryview] | None = None
 
     @property
     def idle(self) -> bool:
@@ -100,6 +101,20 @@ class ReplyParser:
         return not (
             self.replies or self._stack or self._start < self._end or self._window is not None
         )
+
+    @property
+    def item_index(self) -> int:
+        """Which item of the outermost array is being read; 0 outside of arrays."""
+        return len(self._stack[0].items) if self._stack else 0
+
+    def receive_into(self, open_bulk: OpenReplyBulk, inline_bulk_bytes: int) -> None:
+        """From now on, ask ``open_bulk`` for longer bulk strings than that."""
+        self._open_bulk = open_bulk
+        self._inline_bulk_bytes = min(inline_bulk_bytes, _CAPACITY - _KIB)
+
+    def keep_raw(self, keep: bool) -> None:
+        """From now on, keep or do not keep the raw bytes of replies."""
+        self._raw = [] if keep else None
 
     def get_buffer(self) -> memoryview:
         """Where the next bytes go; never empty."""
@@ -131,7 +146,7 @@ class ReplyParser:
             at += n
 
     def take_raw(self) -> bytes:
-        """The raw bytes since the last call; only with ``keep_raw``."""
+        """The raw bytes since the last call; only under :meth:`keep_raw`."""
         raw = b"".join(self._raw or [])
         self._raw = []
         return raw
@@ -246,7 +261,10 @@ class ReplyParser:
             if frame.kind == 124:  # an attribute describes the value after it: dropped
                 return
             value = frame.value()
-        self.replies.append(value)
+        if isinstance(value, Push):
+            self.pushes.append(value)
+        else:
+            self.replies.append(value)
 
     def _consume(self, n: int) -> None:
         if self._raw is not None:

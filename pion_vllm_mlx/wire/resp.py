@@ -5,6 +5,7 @@
     requests.py   bytes from a client  -> commands     (RequestParser, BulkTarget)
     inline.py     an inline command's quoting rules
     encode.py     values               -> reply bytes
+    outgoing.py   commands             -> buffers to send (request_buffers)
     replies.py    bytes from a server  -> values       (ReplyParser)
 """
 
@@ -30,7 +31,8 @@ from .encode import (
     simple,
 )
 from .inline import split_inline
-from .replies import OpenReplyBulk, Push, Reply, ReplyParser
+from .outgoing import Part, request_buffers
+from .replies import INLINE_BULK_BYTES, OpenReplyBulk, Push, Reply, ReplyParser, allocate
 from .requests import (
     Arg,
     BulkTarget,
@@ -44,6 +46,7 @@ from .requests import (
 
 __all__ = [
     "CRLF",
+    "INLINE_BULK_BYTES",
     "Arg",
     "BulkTarget",
     "DiscardBulk",
@@ -52,6 +55,7 @@ __all__ = [
     "MemoryBulk",
     "OpenBulk",
     "OpenReplyBulk",
+    "Part",
     "Push",
     "Reply",
     "ReplyParser",
@@ -59,6 +63,7 @@ __all__ = [
     "Set",
     "Simple",
     "Value",
+    "allocate",
     "array_header",
     "bulk",
     "bulk_header",
@@ -70,6 +75,7 @@ __all__ = [
     "map_header",
     "nil",
     "open_in_memory",
+    "request_buffers",
     "set_header",
     "simple",
     "split_inline",

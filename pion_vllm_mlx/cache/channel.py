@@ -1,0 +1,184 @@
+"""One open socket: bytes out, replies in, all before a point in time.
+
+Knows no command and no thread. :class:`~.connection.RespConnection` opens channels,
+guards them, and closes them after any failure.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, DeadlineExceeded, ProtocolError, StoreUnavailable
+from ..wire.resp import Reply, ReplyParser
+
+_IOV_BUFFERS = 64
+_UNIX_SEND_BUFFER_BYTES = 1 << 20
+
+Buffer: TypeAlias = NDArray[Any] | memoryview | bytearray
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens: a Unix socket if ``path`` is given, else host and port."""
+
+    host: str = "127.0.0.1"
+    port: int = 1974
+    path: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.path is None and not 0 < self.port < 65536:
+            raise ConfigError(f"{self.port} is no port")
+
+    def __str__(self) -> str:
+        return self.path if self.path is not None else f"{self.host}:{self.port}"
+
+
+class Channel:
+    """One open socket and what its replies parse into; used under the state's lock."""
+
+    def __init__(self, address: Address, ends_at: float) -> None:
+        self.address = address
+        self.parser = ReplyParser()
+        self.sock = self._connect(ends_at)
+        self._poll = select.poll()
+        self._may_send = True
+
+    def close(self) -> None:
+        """Close this process's descriptor; a forked parent keeps its own."""
+        self.sock.close()
+
+    def is_stale(self) -> bool:
+        """Whether the other side closed, or sent something that nobody asked for."""
+        self._poll.register(self.sock, select.POLLIN)
+        return bool(self._poll.poll(0)) or not self.parser.idle
+
+    def exchange(self, out: deque[memoryview], wanted: int, ends_at: float) -> list[Reply]:
+        """Send all of ``out`` and return ``wanted`` replies.
+
+        Reads while sending cannot go on, so that neither side waits for the other
+        with full buffers. A reply to a command that is not fully sent, from a server
+        that gives up on it, is returned too; ``out`` is not empty then.
+        """
+        parser = self.parser
+        while len(parser.replies) < wanted:
+            if time.monotonic() >= ends_at:
+                raise DeadlineExceeded(f"{self.address}: no reply before the deadline")
+            if out and self._may_send and self._send(out):
+                continue
+            try:
+                n = self.sock.recv_into(parser.get_buffer())
+            except BlockingIOError:
+                self._wait(ends_at, sending=bool(out) and self._may_send)
+                continue
+            if n == 0:
+                raise StoreUnavailable(f"{self.address}: closed the connection")
+            parser.buffer_updated(n)
+            parser.pushes.clear()
+        replies = [parser.replies.popleft() for _ in range(wanted)]
+        if not parser.idle:
+            raise StoreUnavailable(f"{self.address}: sent more than was asked for")
+        return replies
+
+    def _send(self, out: deque[memoryview]) -> bool:
+        """Send what the socket takes now; False if that is nothing."""
+        try:
+            sent = self.sock.sendmsg(list(islice(out, _IOV_BUFFERS)))
+        except BlockingIOError:
+            return False
+        except (BrokenPipeError, ConnectionResetError):
+            # What the server said before it closed may still be there to read.
+            self._may_send = False
+            return False
+        while sent:
+            head = out[0]
+            if sent < len(head):
+                out[0] = head[sent:]
+                return True
+            sent -= len(head)
+            out.popleft()
+        return True
+
+    def _wait(self, ends_at: float, *, sending: bool) -> None:
+        events = select.POLLIN | (select.POLLOUT if sending else 0)
+        self._poll.register(self.sock, events)
+        left = ends_at - time.monotonic()
+        if left <= 0 or not self._poll.poll(max(1.0, left * 1000)):
+            raise DeadlineExceeded(f"{self.address}: no reply before the deadline")
+
+    def _connect(self, ends_at: float) -> socket.socket:
+        if self.address.path is not None:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_SEND_BUFFER_BYTES)
+            return _connected(sock, self.address.path, ends_at)
+        failure: OSError | None = None
+        host, port = self.address.host, self.address.port
+        for family, kind, proto, _, where in socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        ):
+            sock = socket.socket(family, kind, proto)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            try:
+                return _connected(sock, where, ends_at)
+            except OSError as error:
+                failure = error
+        raise failure or OSError(f"no address for {host}")
+
+
+def _connected(sock: socket.socket, where: Any, ends_at: float) -> socket.socket:
+    """Connect a fresh socket and leave it non-blocking; closes it on failure."""
+    connected = False
+    try:
+        sock.settimeout(max(ends_at - time.monotonic(), 1e-3))
+        sock.connect(where)
+        sock.setblocking(False)
+        connected = True
+        return sock
+    finally:
+        if not connected:
+            sock.close()
+
+
+class Sink:
+    """Gives out the memory for the items of one reply."""
+
+    def __init__(self, buffers: list[memoryview] | None) -> None:
+        self.buffers = buffers
+        self.parser: ReplyParser | None = None
+
+    def open(self, length: int) -> memoryview:
+        """The buffer of the item that is being read; raises ProtocolError if none fits."""
+        if self.buffers is None:
+            return np.empty(length, np.uint8).data
+        index = self.parser.item_index if self.parser is not None else 0
+        if index >= len(self.buffers):
+            raise ProtocolError(f"answered more than {len(self.buffers)} items")
+        if len(self.buffers[index]) != length:
+            expected = len(self.buffers[index])
+            raise ProtocolError(f"item {index} has {length} bytes instead of {expected}")
+        return self.buffers[index]
+
+    def fits(self, items: list[NDArray[np.uint8] | None]) -> bool:
+        """Whether there is one item a buffer, nil or of its size."""
+        if self.buffers is None:
+            return True
+        return len(items) == len(self.buffers) and all(
+            item is None or item.nbytes == len(buffer)
+            for item, buffer in zip(items, self.buffers, strict=True)
+        )
+
+
+def writable(buffer: Buffer) -> memoryview:
+    """The buffer's bytes as one run; TypeError if nothing can be received there."""
+    view = memoryview(buffer)  # type: ignore[arg-type]
+    if view.readonly or not view.c_contiguous:
+        raise TypeError("a buffer to receive into must be writable and C-contiguous")
+    return view.cast("B") if view.nbytes else memoryview(bytearray())
