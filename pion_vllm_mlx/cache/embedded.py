@@ -222,17 +222,17 @@ def _join_or_start(folder: Path, password: str | None, seconds: float) -> Lifeli
         except GreetingRefused:
             raise
         except StoreUnavailable as error:
-            reason = error
+            reason = str(error)  # not the error: its frames would keep a handle alive
         if start is not None:
             failure = start.failure()
             if failure is not None:
-                raise StoreUnavailable(f"{folder}: {failure}") from reason
+                raise StoreUnavailable(f"{folder}: {failure}")
         now = time.monotonic()
         if now > deadline:
             words = start.last_words() if start is not None else ""
             raise DeadlineExceeded(
                 f"no server of {folder} answered within {seconds:g} s: {reason} ({words})"
-            ) from reason
+            )
         if (start is None or start.process.poll() is not None) and now >= next_start:
             start = _start_server(folder)
             # A folder that stays busy is not stormed with new processes.

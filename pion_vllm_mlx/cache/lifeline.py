@@ -61,19 +61,20 @@ class Lifeline:
 def greet(status: ServerStatus, password: str | None, seconds: float) -> Lifeline:
     """Connect to the server of ``status``: its Unix socket, else its port on this machine.
 
-    ``seconds`` is for each of the two.  Raises ``StoreUnavailable`` when neither answers or
-    the one that does is another server, ``DeadlineExceeded`` when it is too slow,
-    ``GreetingRefused`` when it wants another password.
+    ``seconds`` is for each of the two.  Raises ``StoreUnavailable`` when neither answers in
+    time or the one that does is another server, ``GreetingRefused`` when it is the right one
+    and wants another password.
     """
-    reason = StoreUnavailable("the server's status names no address")
+    # Text, not the error: an error kept in a local keeps the frames, and so the callers' handles.
+    reason = "the server's status names no address"
     for address in _addresses(status):
         try:
             return _greet_at(address, status.pid, password, seconds)
         except GreetingRefused:
             raise
         except StoreUnavailable as error:
-            reason = error
-    raise reason
+            reason = str(error)
+    raise StoreUnavailable(reason)
 
 
 def _addresses(status: ServerStatus) -> Iterator[Address]:
