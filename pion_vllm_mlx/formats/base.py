@@ -138,14 +138,14 @@ def _runs(n: int, width: int) -> list[slice]:
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]
 
 
-def row_range(name: str, rows: Floats) -> tuple[Floats, Floats]:
-    """Smallest and largest value along the last axis, kept as axis of length 1.
+def row_range(name: str, rows: Floats, axis: int = -1) -> tuple[Floats, Floats]:
+    """Smallest and largest value along an axis, kept with length 1.
 
     Raises CommandError where a value is not finite. A zero comes back without sign,
     so that the result does not depend on the order of the comparison.
     """
-    low = rows.min(axis=-1, keepdims=True) + np.float32(0)
-    high = rows.max(axis=-1, keepdims=True) + np.float32(0)
+    low = rows.min(axis=axis, keepdims=True) + np.float32(0)
+    high = rows.max(axis=axis, keepdims=True) + np.float32(0)
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise CommandError(f"{name}: rows hold a value that is not finite")
     return low, high

@@ -75,7 +75,9 @@ class Mlx4G32(Format):
 
 def _parameters(name: str, grouped: Floats) -> tuple[NDArray[np.float16], NDArray[np.float16]]:
     """Scale and bias of each group, ``[n, groups, 1]`` f16; refuses an overflow."""
-    low, high = row_range(name, grouped)
+    # Reducing 32 long rows is four times faster than many rows of 32.
+    columns = np.ascontiguousarray(grouped.reshape(-1, _GROUP).T)
+    low, high = (x.reshape(*grouped.shape[:2], 1) for x in row_range(name, columns, axis=0))
     with np.errstate(over="ignore"):
         scales = ((high - low) / np.float32(15)).astype("<f2")
         biases = low.astype("<f2")
