@@ -109,12 +109,20 @@ def data_main(arguments: Sequence[str]) -> int:
     parser.add_argument("--dir", type=Path, default=None, help="another data folder")
     options = parser.parse_args(arguments)
     folder: Path = options.dir if options.dir is not None else config.data_dir()
-    if options.action == "path":
-        print(folder)
-    elif options.action == "size":
-        size = data_folder.measure(folder)
-        print(f"{size.disk_bytes} bytes in {size.files} files in {folder}")
-    else:
-        size = data_folder.clear(folder)
-        print(f"removed {size.disk_bytes} bytes in {size.files} files from {folder}")
+    try:
+        print(_data_action(options.action, folder))
+    except OSError as error:
+        print(f"{PROGRAM} data {options.action}: {error}", file=sys.stderr)
+        return 1
     return 0
+
+
+def _data_action(action: str, folder: Path) -> str:
+    """Do it, and say what was done."""
+    if action == "path":
+        return str(folder)
+    if action == "size":
+        size = data_folder.measure(folder)
+        return f"{size.disk_bytes} bytes in {size.files} files in {folder}"
+    size = data_folder.clear(folder)
+    return f"removed {size.disk_bytes} bytes in {size.files} files from {folder}"

@@ -114,3 +114,11 @@ def test_data_clear_refuses_while_a_server_owns_the_folder(
     assert (tmp_path / "pion.segments.0" / "a.safetensors").exists()
     assert cli.main(["data", "clear", "--dir", str(tmp_path)]) == 0
     assert not (tmp_path / "pion.segments.0").exists()
+
+
+def test_a_folder_that_cannot_be_cleared_is_one_line_not_a_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "pion.lock").mkdir()
+    assert cli.main(["data", "clear", "--dir", str(tmp_path)]) == 1
+    assert "pion.lock" in capsys.readouterr().err
