@@ -59,7 +59,7 @@ class Channel:
     def is_stale(self) -> bool:
         """Whether the other side closed, or sent something that nobody asked for."""
         self._poll.register(self.sock, select.POLLIN)
-        return bool(self._poll.poll(0)) or not self.parser.idle
+        return bool(self._poll.poll(0))
 
     def exchange(self, out: deque[memoryview], wanted: int, ends_at: float) -> list[Reply]:
         """Send all of ``out`` and return ``wanted`` replies.

@@ -372,6 +372,22 @@ def test_a_trickle_ends_at_the_deadline_too(scripted: Callable[..., ScriptedServ
     assert time.monotonic() - started < 15, "1,000 pauses of 20 ms were waited for"
 
 
+def test_a_flood_without_a_reply_ends_at_the_deadline(
+    scripted: Callable[..., ScriptedServer],
+) -> None:
+    def flood(sock: socket.socket) -> None:
+        sock.recv(1 << 16)
+        for _ in range(200):
+            sock.sendall(b">1\r\n:1\r\n" * 5_000)
+
+    server = scripted(flood)
+    with (
+        RespConnection(server.address, deadline_seconds=SHORT) as connection,
+        pytest.raises(DeadlineExceeded),
+    ):
+        connection.command("GET", "a")
+
+
 def test_a_server_that_does_not_read_ends_at_the_deadline(
     scripted: Callable[..., ScriptedServer],
 ) -> None:
@@ -473,6 +489,8 @@ def test_a_refusal_sent_before_the_command_was_read_is_seen(
         sock.recv(100)
         sock.sendall(b"-ERR Protocol error: invalid bulk length\r\n")
         go.wait(HUNG)
+        while sock.recv(1 << 20):
+            pass
 
     server = scripted(refuse, every(b"+OK\r\n"))
     blob = np.zeros(64 << 20, np.uint8)

@@ -146,6 +146,17 @@ def test_a_target_without_room_pauses_and_loses_nothing() -> None:
     assert at == len(data)
 
 
+def test_bytes_that_came_earlier_go_first_when_a_target_has_room_again() -> None:
+    body = bytes(range(40))
+    target = Stingy(len(body))
+    parser = RequestParser(Limits(inline_bulk_bytes=10), lambda args, length: target)
+    feed(parser, b"*2\r\n$3\r\nSET\r\n$40\r\n" + body[:20])
+    target.open = True
+    assert parser.get_buffer() is None, "twenty bytes still wait in the parse buffer"
+    parser.buffer_updated(0)
+    assert bytes(target.got) == body[:7]
+
+
 def test_a_discarded_bulk_leaves_the_connection_in_sync() -> None:
     def open_bulk(args: list[Arg], length: int) -> BulkTarget:
         return DiscardBulk(length)
