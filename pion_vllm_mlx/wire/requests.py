@@ -139,6 +139,12 @@ class RequestParser:
         """The arguments of the half received command, the open target left out."""
         return self._args
 
+    def abandon(self) -> list[Arg]:
+        """Give up the half received command: its arguments, the open target included."""
+        args = self._args if self._target is None else [*self._args, self._target]
+        self._args, self._args_left, self._target = [], 0, None
+        return args
+
     def get_buffer(self) -> memoryview | None:
         """Where the next bytes go; None while the open target has no room.
 

@@ -1,0 +1,269 @@
+"""Connections: bytes in, commands in order, replies out, one at a time.
+
+A connection executes its commands strictly in order. What needs no waiting is
+answered at once; while a command waits, received commands queue up to a limit and
+then reading pauses. The transport's write buffer has no slack: while anything is
+unsent nothing more is executed, so a reader that stops costs one reply.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Awaitable
+from typing import cast
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server import dispatch
+from pion_vllm_mlx.server.command import Reply
+from pion_vllm_mlx.server.outbound import ReaderGone, Sender, Stream
+from pion_vllm_mlx.server.session import Client, Context, Server
+from pion_vllm_mlx.wire import resp
+from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Limits, RequestParser
+
+log = logging.getLogger(__name__)
+
+#: commands a connection may have received and not yet executed.
+MAX_QUEUED = 256
+#: how long half a command may stand still while it holds memory.
+STALL_SECONDS = 30.0
+LIMITS = Limits()
+
+
+class Connection(asyncio.BufferedProtocol):
+    """One client."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.parser = RequestParser(LIMITS, self._open_bulk)
+        self.transport: asyncio.Transport | None = None
+        self.client: Client | None = None
+        self.progress = 0.0
+        self._context: Context | None = None
+        self._busy = False
+        self._reading = True
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._closed = False
+        self._socket: socket.socket | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    # -- asyncio's side --------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(high=0)
+        server = self.server
+        server.connections_total += 1
+        peer = transport.get_extra_info("peername")
+        is_tcp = isinstance(peer, tuple)
+        address = f"{peer[0]}:{peer[1]}" if is_tcp else "unix"
+        local = not is_tcp or str(peer[0]).startswith(("127.", "::1"))
+        if is_tcp:
+            sock = transport.get_extra_info("socket")
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.client = Client(server.connections_total, address, local)
+        self._context = Context(server, self.client, self._when_room)
+        self.progress = asyncio.get_running_loop().time()
+        if len(server.clients) >= server.config.max_connections:
+            self.transport.write(b"-ERR max number of clients reached\r\n")
+            self.transport.close()
+            return
+        server.clients[self.client.client_id] = self.client
+        server.connections[self.client.client_id] = self
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closed = True
+        self._drained.set()
+        if self.client is not None:
+            self.server.clients.pop(self.client.client_id, None)
+            self.server.connections.pop(self.client.client_id, None)
+        if self._socket is not None and not self._busy:
+            self._socket.close()
+        for args in self.parser.commands:
+            dispatch.release(args)
+        self.parser.commands.clear()
+        dispatch.release(self.parser.abandon())
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        window = self.parser.get_buffer()
+        assert window is not None
+        return window
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.progress = asyncio.get_running_loop().time()
+        self.parser.buffer_updated(nbytes)
+        if not self._busy:
+            self._pump()
+        self._pause_or_resume()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self._drained.clear()
+
+    def resume_writing(self) -> None:
+        self._drained.set()
+        if not self._busy:
+            self._pump()
+        self._pause_or_resume()
+
+    # -- reading ---------------------------------------------------------------
+
+    def _open_bulk(self, args: list[Arg], length: int) -> BulkTarget:
+        assert self._context is not None
+        return dispatch.open_bulk(self._context, args, length)
+
+    def _when_room(self) -> None:
+        """A target has room again: take in what waits in the parse buffer, go on reading."""
+        if self._closed:
+            return
+        self.parser.buffer_updated(0)
+        if not self._busy:
+            self._pump()
+        self._pause_or_resume()
+
+    def _pause_or_resume(self) -> None:
+        if self._closed or self.transport is None or self.transport.is_closing():
+            return
+        wanted = (
+            len(self.parser.commands) < MAX_QUEUED
+            and self.parser.error is None
+            and self.parser.get_buffer() is not None
+        )
+        if wanted and not self._reading:
+            self._reading = True
+            self.transport.resume_reading()
+        elif not wanted and self._reading:
+            self._reading = False
+            self.transport.pause_reading()
+
+    # -- executing -------------------------------------------------------------
+
+    def _pump(self) -> None:
+        """Execute queued commands until one has to wait, or the reader has to catch up."""
+        assert self._context is not None and self.transport is not None
+        while self.parser.commands and not self._closed and self._drained.is_set():
+            args = self.parser.commands.popleft()
+            if not args:
+                continue
+            result = self._start(args)
+            if dispatch.is_pending(result):
+                self._busy = True
+                work = self._finish(cast("Awaitable[Reply]", result), args)
+                self._task = asyncio.get_running_loop().create_task(work)
+                return
+            dispatch.release(args)
+            self._answer(cast("Reply", result))
+        if self.parser.error is not None and not self.parser.commands and not self._closed:
+            self.transport.write(resp.error("ERR", str(self.parser.error)))
+            self.transport.close()
+
+    def _start(self, args: list[Arg]) -> Reply | Awaitable[Reply]:
+        assert self._context is not None
+        self.server.commands_total += 1
+        try:
+            return dispatch.execute(self._context, args)
+        except CommandError as error:
+            return error
+        except Exception:  # noqa: BLE001 - outermost loop: a bug must not end the server
+            return _bug(args)
+
+    async def _finish(self, pending: Awaitable[Reply], args: list[Arg]) -> None:
+        """Wait for a command, send its reply, go on with the queue."""
+        try:
+            try:
+                reply: Reply = await pending
+            except CommandError as error:
+                reply = error
+            except Exception:  # noqa: BLE001 - outermost loop of a command
+                reply = _bug(args)
+            dispatch.release(args)
+            if isinstance(reply, Stream):
+                await self._send_stream(reply)
+            elif not self._closed:
+                self._answer(reply)
+        finally:
+            self._busy = False
+            self._task = None
+        if self._closed:
+            if self._socket is not None:
+                self._socket.close()
+            return
+        self._pump()
+        self._pause_or_resume()
+
+    def _answer(self, reply: Reply) -> None:
+        assert self.transport is not None and self.client is not None
+        if isinstance(reply, Stream):
+            raise TypeError("a stream needs a waiting command")
+        self.transport.write(resp.encode(reply, self.client.proto))
+        if self.client.close_after_reply:
+            self.transport.close()
+
+    async def _send_stream(self, stream: Stream) -> None:
+        """Send file ranges from a thread once everything before them has left."""
+        await self._drained.wait()
+        if self._closed or self.transport is None:
+            return
+        if self._socket is None:
+            descriptor = self.transport.get_extra_info("socket").fileno()
+            self._socket = socket.socket(fileno=os.dup(descriptor))
+            self._socket.setblocking(False)
+        self.server.ledger.bytes_served += stream.payload_bytes
+        sender = Sender(self._socket, stream)
+        try:
+            while not await self.server.store.run(sender.turn):
+                if not await self._writable():
+                    return
+        except ReaderGone:
+            self.transport.abort()
+        except (OSError, CommandError) as error:
+            # half a reply is out: only closing tells the reader that the rest is missing
+            log.error("reading a stored run failed: %s", error)
+            self.transport.abort()
+
+    async def _writable(self) -> bool:
+        """Wait for the reader; False when the connection is gone."""
+        assert self._socket is not None
+        loop = asyncio.get_running_loop()
+        ready = asyncio.Event()
+        loop.add_writer(self._socket, ready.set)
+        try:
+            while not ready.is_set() and not self._closed:
+                try:
+                    await asyncio.wait_for(ready.wait(), 1.0)
+                except (asyncio.TimeoutError, TimeoutError):
+                    continue
+        finally:
+            loop.remove_writer(self._socket)
+        return not self._closed
+
+    # -- housekeeping ----------------------------------------------------------
+
+    def stalled(self, now: float) -> bool:
+        """Whether half a command has stood still for too long."""
+        waiting = self.parser.mid_command or self.parser.in_bulk
+        return waiting and not self._busy and self._reading and now - self.progress > STALL_SECONDS
+
+    @property
+    def running(self) -> asyncio.Task[None] | None:
+        """The command that is being waited for."""
+        return self._task
+
+    def close(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+
+def _bug(args: list[Arg]) -> CommandError:
+    name = args[0].decode("latin-1") if isinstance(args[0], bytes) else "?"
+    log.exception("internal error in %s", name)
+    return CommandError("internal error, see the server's log")

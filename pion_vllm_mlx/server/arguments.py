@@ -1,0 +1,68 @@
+"""Reading a command's arguments: strict numbers, whole-word options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.wire.resp import Arg
+
+
+def word(arg: Arg) -> bytes:
+    """A short argument; a long bulk string where a word belongs is refused."""
+    if isinstance(arg, bytes):
+        return arg
+    raise CommandError("argument is too long")
+
+
+def sid(arg: Arg) -> bytes:
+    """A namespace or session id: 1 to 65535 bytes, any bytes."""
+    name = word(arg)
+    if not 1 <= len(name) <= 65535:
+        raise CommandError("a namespace or session id has 1 to 65535 bytes")
+    return name
+
+
+def integer(arg: Arg, what: str, low: int, high: int) -> int:
+    """A decimal number of ``[low, high]``: ASCII digits and nothing else.
+
+    A minus sign is allowed where ``low`` is negative.
+    """
+    text = word(arg)
+    digits = text[1:] if low < 0 and text.startswith(b"-") else text
+    if not digits.isdigit() or not digits.isascii() or len(digits) > 20:
+        raise CommandError(f"{what} is not an integer or out of range")
+    value = int(text)
+    if not low <= value <= high:
+        raise CommandError(f"{what} must be {low} to {high}")
+    return value
+
+
+def options(args: Sequence[Arg], known: Mapping[str, int], where: str) -> dict[str, list[Arg]]:
+    """Keywords with their values, in any order, each at most once.
+
+    ``known`` says how many values follow each keyword. Raises CommandError for
+    anything else, before anything has happened.
+    """
+    found: dict[str, list[Arg]] = {}
+    at = 0
+    while at < len(args):
+        keyword = word(args[at]).upper().decode("latin-1")
+        if keyword not in known:
+            raise CommandError(f"{where}: unknown option '{keyword[:64]}'")
+        if keyword in found:
+            raise CommandError(f"{where}: {keyword} is given twice")
+        values = list(args[at + 1 : at + 1 + known[keyword]])
+        if len(values) < known[keyword]:
+            raise CommandError(f"{where}: {keyword} lacks its value")
+        found[keyword] = values
+        at += 1 + known[keyword]
+    return found
+
+
+def choice(arg: Arg, allowed: Sequence[str], what: str) -> str:
+    """One of a few words, in any case."""
+    text = word(arg).upper().decode("latin-1")
+    if text not in allowed:
+        raise CommandError(f"{what} must be one of {', '.join(allowed)}")
+    return text

@@ -1,0 +1,248 @@
+"""What a Redis client says to open, name and close a connection."""
+
+from __future__ import annotations
+
+import fnmatch
+import time
+
+from pion_vllm_mlx.errors import (
+    AuthenticationRequired,
+    CommandError,
+    UnsupportedProtocol,
+    WrongPassword,
+)
+from pion_vllm_mlx.server import arguments
+from pion_vllm_mlx.server.command import TABLE, Command, Reply, command
+from pion_vllm_mlx.server.commands.server_info import REDIS_VERSION
+from pion_vllm_mlx.server.session import Client, Context
+from pion_vllm_mlx.wire.resp import Arg, Map, Simple
+
+OK = Simple("OK")
+
+
+@command("PING", -1, "Answers PONG, or the given message.")
+def ping(context: Context, args: list[Arg]) -> Reply:
+    if len(args) > 2:
+        raise CommandError("wrong number of arguments for 'ping' command")
+    return arguments.word(args[1]) if len(args) == 2 else Simple("PONG")
+
+
+@command("ECHO", 2, "Answers the given message.")
+def echo(context: Context, args: list[Arg]) -> Reply:
+    return arguments.word(args[1])
+
+
+@command("SELECT", 2, "Selects database 0, the only one.")
+def select(context: Context, args: list[Arg]) -> Reply:
+    if arguments.word(args[1]) != b"0":
+        raise CommandError("DB index is out of range")
+    return OK
+
+
+def _authenticate(context: Context, user: bytes, password: bytes) -> None:
+    config = context.server.config
+    if user not in (b"", b"default") or not config.password_matches(password):
+        raise WrongPassword("invalid username-password pair or user is disabled.")
+    context.client.authenticated = True
+
+
+@command("AUTH", -2, "Authenticates the connection.", no_auth=True)
+def auth(context: Context, args: list[Arg]) -> Reply:
+    if len(args) > 3:
+        raise CommandError("wrong number of arguments for 'auth' command")
+    if not context.server.config.password:
+        raise CommandError(
+            "AUTH <password> called without any password configured for the default user. "
+            "Are you sure your configuration is correct?"
+        )
+    user = arguments.word(args[1]) if len(args) == 3 else b""
+    _authenticate(context, user, arguments.word(args[-1]))
+    return OK
+
+
+@command("HELLO", -1, "Selects the protocol version; may authenticate.", no_auth=True)
+def hello(context: Context, args: list[Arg]) -> Reply:
+    client = context.client
+    proto = client.proto
+    if len(args) > 1:
+        version = arguments.word(args[1])
+        if version not in (b"2", b"3"):
+            raise UnsupportedProtocol("unsupported protocol version")
+        proto = int(version)
+    given = arguments.options(args[2:], {"AUTH": 2, "SETNAME": 1}, "HELLO")
+    if "AUTH" in given and context.server.config.password:
+        user, password = (arguments.word(value) for value in given["AUTH"])
+        _authenticate(context, user, password)
+    if context.server.config.password and not client.authenticated:
+        raise AuthenticationRequired(
+            "HELLO must be called with the client already authenticated, otherwise the "
+            "HELLO <proto> AUTH <user> <pass> option can be used to authenticate the client "
+            "and select the RESP protocol version at the same time"
+        )
+    if "SETNAME" in given:
+        client.name = arguments.word(given["SETNAME"][0])
+    client.proto = proto
+    return Map(
+        [
+            ("server", "pion"),
+            ("version", REDIS_VERSION),
+            ("proto", proto),
+            ("id", client.client_id),
+            ("mode", "standalone"),
+            ("role", "master"),
+            ("modules", []),
+        ]
+    )
+
+
+def _describe(client: Client) -> str:
+    return (
+        f"id={client.client_id} addr={client.address} "
+        f"name={client.name.decode('utf-8', 'replace')} "
+        f"lib-name={client.lib_name.decode('utf-8', 'replace')} "
+        f"lib-ver={client.lib_ver.decode('utf-8', 'replace')} "
+        f"resp={client.proto} cmd={client.last_command}"
+    )
+
+
+@command("CLIENT", -2, "Names and lists connections.")
+def client(context: Context, args: list[Arg]) -> Reply:
+    me = context.client
+    words = [arguments.word(arg) for arg in args[1:]]
+    match words[0].upper(), words[1:]:
+        case b"ID", []:
+            return me.client_id
+        case b"GETNAME", []:
+            return me.name or None
+        case b"SETNAME", [name]:
+            if any(byte < 33 or byte > 126 for byte in name):
+                raise CommandError("Client names cannot contain spaces or special characters.")
+            me.name = name
+            return OK
+        case b"SETINFO", [field, value] if field.upper() == b"LIB-NAME":
+            me.lib_name = value
+            return OK
+        case b"SETINFO", [field, value] if field.upper() == b"LIB-VER":
+            me.lib_ver = value
+            return OK
+        case b"INFO", []:
+            return _describe(me)
+        case b"LIST", []:
+            return "".join(_describe(one) + "\n" for one in context.server.clients.values())
+        case ((b"NO-EVICT" | b"NO-TOUCH"), [switch]) if switch.upper() in (b"ON", b"OFF"):
+            return OK
+    shown = words[0][:64].decode("utf-8", "replace")
+    raise CommandError(f"unknown subcommand or wrong number of arguments for '{shown}'")
+
+
+def _info(entry: Command) -> Reply:
+    flags = ["write"] if entry.write else ["readonly"]
+    first, last = entry.keys or (0, 0)
+    flags_of: list[Reply] = [Simple(flag) for flag in flags]
+    return [entry.name.lower(), entry.arity, flags_of, first, last, 1 if entry.keys else 0]  # type: ignore[list-item]
+
+
+def _doc(entry: Command) -> Map:
+    pairs: list[tuple[Reply, Reply]] = [
+        ("summary", entry.summary),
+        ("since", entry.since),
+        ("group", entry.group.lower()),
+    ]
+    if entry.extension:
+        pairs.append(("doc_flags", ["extension"]))
+    return Map(pairs)  # type: ignore[arg-type]
+
+
+@command("COMMAND", -1, "The command table.")
+def command_table(context: Context, args: list[Arg]) -> Reply:
+    words = [arguments.word(arg).upper() for arg in args[1:]]
+    if not words:
+        return []
+    chosen = [TABLE[name] for name in words[1:] if name in TABLE] or list(TABLE.values())
+    match words[0]:
+        case b"COUNT":
+            return len(TABLE)
+        case b"DOCS":
+            return Map([(entry.name.lower(), _doc(entry)) for entry in chosen])
+        case b"INFO":
+            return [_info(TABLE[n]) if n in TABLE else None for n in words[1:] or TABLE]  # type: ignore[misc]
+    raise CommandError(f"unknown subcommand '{words[0][:64].decode('utf-8', 'replace')}'")
+
+
+@command("CONFIG", -2, "Reads settings; none can be set while the server runs.")
+def config(context: Context, args: list[Arg]) -> Reply:
+    words = [arguments.word(arg) for arg in args[1:]]
+    if words[0].upper() != b"GET" or len(words) < 2:
+        raise CommandError("CONFIG SET is not supported for this parameter")
+    server = context.server
+    known = {
+        "appendfsync": server.config.appendfsync,
+        "appendonly": "yes" if server.config.wal else "no",
+        "dir": str(server.config.folder),
+        "maxmemory": "0",
+        "maxmemory-policy": "noeviction",
+        "port": str(server.port),
+        "save": "",
+    }
+    patterns = [word.decode("utf-8", "replace").lower() for word in words[1:]]
+    return Map(
+        [
+            (name, value)
+            for name, value in known.items()
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        ]
+    )
+
+
+@command("QUIT", 1, "Closes the connection.", no_auth=True)
+def quit_connection(context: Context, args: list[Arg]) -> Reply:
+    context.client.close_after_reply = True
+    return OK
+
+
+@command("RESET", 1, "Puts the connection back to its first state.", no_auth=True)
+def reset(context: Context, args: list[Arg]) -> Reply:
+    me = context.client
+    me.proto, me.name, me.authenticated = 2, b"", False
+    return Simple("RESET")
+
+
+@command("SHUTDOWN", -1, "Stops the server; everything acknowledged stays.")
+def shutdown(context: Context, args: list[Arg]) -> Reply:
+    arguments.options(args[1:], {"NOSAVE": 0, "SAVE": 0}, "SHUTDOWN")
+    context.server.stopping.set()
+    context.client.close_after_reply = True
+    return OK
+
+
+@command("DBSIZE", 1, "Number of plain keys.")
+def dbsize(context: Context, args: list[Arg]) -> Reply:
+    return 0
+
+
+@command("FLUSHALL", -1, "Removes every plain key; prefixes stay.")
+def flushall(context: Context, args: list[Arg]) -> Reply:
+    return OK
+
+
+@command("FLUSHDB", -1, "Removes every plain key; prefixes stay.")
+def flushdb(context: Context, args: list[Arg]) -> Reply:
+    return OK
+
+
+@command("SAVE", 1, "Brings everything acknowledged to stable storage.")
+async def save(context: Context, args: list[Arg]) -> Reply:
+    await context.store.flush()
+    context.server.last_save = int(time.time())
+    return OK
+
+
+@command("BGSAVE", -1, "As SAVE; the answer does not wait.")
+async def bgsave(context: Context, args: list[Arg]) -> Reply:
+    await save(context, args)
+    return Simple("Background saving started")
+
+
+@command("LASTSAVE", 1, "Unix time of the last SAVE.")
+def lastsave(context: Context, args: list[Arg]) -> Reply:
+    return context.server.last_save

@@ -1,0 +1,169 @@
+"""V.EXPORT: both sides of a prefix as one safetensors file for a client on this host."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.formats import get_format, to_f16, transpose_rows
+from pion_vllm_mlx.server import arguments
+from pion_vllm_mlx.server.command import Reply, command
+from pion_vllm_mlx.server.session import Context, Export
+from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, FileHandle, pwrite_all
+from pion_vllm_mlx.server.store.index import LayerRows, Session
+from pion_vllm_mlx.server.store.rows import as_bytes, read_layer
+from pion_vllm_mlx.server.store.store import disk_error
+from pion_vllm_mlx.wire.resp import Arg
+
+WHERE = "V.EXPORT"
+MAX_TOKENS = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """Layers ``[0, layers)`` of two sessions, rows ``[start, end)``, cut at heads."""
+
+    sessions: tuple[Session, Session]
+    start: int
+    end: int
+    layers: int
+    heads: int
+    head_dim: int
+    stored: bool
+
+    def tensors(self) -> Iterator[tuple[str, LayerRows]]:
+        for layer in range(self.layers):
+            for side, session in zip("kv", self.sessions, strict=True):
+                yield f"{side}.{layer}", session.layers[layer]
+
+
+def _request(context: Context, args: list[Arg]) -> ExportRequest:
+    sessions = []
+    for arg in args[1:3]:
+        session = context.state.sessions.get(arguments.sid(arg))
+        if session is None:
+            raise CommandError(f"{WHERE}: session not found")
+        sessions.append(session)
+    start = arguments.integer(args[3], "start", 0, MAX_TOKENS)
+    end = arguments.integer(args[4], "end", 0, MAX_TOKENS)
+    layers = arguments.integer(args[5], "n_layers", 1, 1024)
+    heads = arguments.integer(args[6], "n_heads", 1, 1024)
+    head_dim = arguments.integer(args[7], "head_dim", 1, 65536)
+    given = arguments.options(args[8:], {"FMT": 1}, WHERE)
+    stored = bool(given) and bool(arguments.choice(given["FMT"][0], ("STORED",), f"{WHERE}: FMT"))
+    if end <= start:
+        raise CommandError(f"{WHERE}: end must exceed start")
+    request = ExportRequest((sessions[0], sessions[1]), start, end, layers, heads, head_dim, stored)
+    for session in sessions:
+        for layer in range(layers):
+            _check(session, layer, request)
+    return request
+
+
+def _version(request: ExportRequest) -> tuple[int, ...]:
+    """Run numbers of everything that is exported: no two contents share them."""
+    return tuple(run.run_id for _, rows in request.tensors() for run in rows.runs())
+
+
+def _check(session: Session, layer: int, request: ExportRequest) -> None:
+    rows = session.layers.get(layer)
+    if rows is None:
+        raise CommandError(f"{WHERE}: layer {layer} has no rows")
+    if rows.spec.width != request.heads * request.head_dim:
+        raise CommandError(f"{WHERE}: heads x head_dim is not the stored width {rows.spec.width}")
+    if rows.spec.fmt.startswith("raw:") and not request.stored:
+        raise CommandError(f"{WHERE}: opaque rows need FMT STORED")
+
+
+def _arrays(request: ExportRequest, name: str, rows: LayerRows) -> Iterator[tuple[str, memoryview]]:
+    """Name and bytes ``[1, H, n, D]`` of every tensor of one layer's side. Reads the disk."""
+    heads = request.heads
+    wire = read_layer(rows, request.start, request.end)
+    kind = rows.spec.format if request.stored else get_format("fp16")
+    if not request.stored:
+        wire = to_f16(rows.spec.format, wire)
+    by_head = transpose_rows(kind, wire, rows.spec.width, heads, to_head_major=True)
+    at = 0
+    for part in kind.per_head(heads).parts(rows.spec.width // heads):
+        yield name + part.suffix, as_bytes(by_head[:, :, at : at + part.bytes_per_row])
+        at += part.bytes_per_row
+
+
+def _header(request: ExportRequest) -> tuple[bytes, int]:
+    """The safetensors header and the size of the data behind it."""
+    entries, at = {}, 0
+    count = request.end - request.start
+    for name, rows in request.tensors():
+        kind = rows.spec.format if request.stored else get_format("fp16")
+        for part in kind.per_head(request.heads).parts(rows.spec.width // request.heads):
+            length = request.heads * count * part.bytes_per_row
+            entries[name + part.suffix] = {
+                "dtype": part.dtype,
+                "shape": [1, request.heads, count, part.items_per_row],
+                "data_offsets": [at, at + length],
+            }
+            at += length
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    return struct.pack("<Q", len(text)) + text, at
+
+
+def _write(request: ExportRequest, path: Path) -> None:
+    """Write the file whole, then give it its name. Raises OSError."""
+    path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    file = FileHandle(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        header, _ = _header(request)
+        pwrite_all(file.fd, header, 0)
+        at = len(header)
+        for name, rows in request.tensors():
+            for _, data in _arrays(request, name, rows):
+                pwrite_all(file.fd, data, at)
+                at += len(data)
+    except (OSError, CommandError):
+        temporary.unlink(missing_ok=True)
+        raise
+    os.replace(temporary, path)
+
+
+@command(
+    "V.EXPORT",
+    -8,
+    "Writes rows of both sides to a safetensors file; its path.",
+    kvcache=True,
+    keys=(1, 2),
+)
+async def v_export(context: Context, args: list[Arg]) -> Reply:
+    if not context.client.local:
+        raise CommandError(f"{WHERE} is for clients on this host")
+    request = _request(context, args)
+    key = tuple(arguments.word(arg) for arg in args[1:])
+    exports = context.server.exports
+    version = _version(request)
+    known = exports.get(key)
+    if known is not None and known.version == version and known.path.exists():
+        return str(known.path)
+    if not await context.store.verified(request.sessions):
+        raise CommandError(f"{WHERE}: session not found (its rows did not verify)")
+    folder = context.server.config.export_dir or context.server.config.folder / "pion-export"
+    path = folder.resolve() / f"export-{secrets.token_hex(8)}.safetensors"
+    await context.store.make_room(0)
+    try:
+        await context.store.run(lambda: _write(request, path))
+    except OSError as error:
+        raise disk_error(error) from error
+    gone = any(context.state.sessions.get(s.sid) is not s for s in request.sessions)
+    if gone or _version(request) != version:
+        path.unlink(missing_ok=True)
+        raise CommandError(f"{WHERE}: the session changed while it was exported")
+    if known is not None:
+        known.path.unlink(missing_ok=True)
+    exports[key] = Export(path, version)
+    return str(path)

@@ -1,0 +1,281 @@
+"""KV.PREFIX.*: namespaces, whether they are there, and making them durable."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import PurePosixPath
+from typing import Any
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.formats import get_format, resolve
+from pion_vllm_mlx.server import arguments
+from pion_vllm_mlx.server.command import Effect, Reply, command
+from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.server.store.eviction import drop_namespace
+from pion_vllm_mlx.server.store.index import KEY_SUFFIX, MAX_LAYER, VALUE_SUFFIX, Session
+from pion_vllm_mlx.server.store.records import Create, Record
+from pion_vllm_mlx.server.store.shapes import check_width
+from pion_vllm_mlx.wire.resp import Arg, Simple
+
+OK = Simple("OK")
+MAX_PREFILL_MS = 86_400_000
+
+Specs = dict[int, tuple[int, str, int]]
+
+
+def _vquant(arg: Arg, where: str) -> str:
+    name = arguments.word(arg).decode("latin-1").lower()
+    try:
+        return get_format(name).name
+    except CommandError:
+        raise CommandError(f"{where} unknown vquant '{name[:64]}'") from None
+
+
+def _leaf_side(leaf: Mapping[str, Any], side: str) -> tuple[int, str, int]:
+    """Width, format and heads of one side of a LEAVES entry."""
+    width, heads = leaf[side], leaf["heads"]
+    fmt = leaf.get(f"{side}_format", leaf["format"])
+    if not (isinstance(width, int) and isinstance(heads, int) and isinstance(fmt, str)):
+        raise ValueError("widths and heads are integers, formats are text")
+    check_width(width)
+    if not 0 <= heads <= 1024:
+        raise ValueError("heads are 0 to 1024")
+    return width, resolve(fmt, width).name, heads
+
+
+def parse_leaves(arg: Arg) -> tuple[Specs, Specs]:
+    """Specs of the K and V side by layer, from the JSON of LEAVES."""
+    where = "KV.PREFIX.REGISTER LEAVES"
+    try:
+        leaves = json.loads(bytes(arguments.word(arg)))
+        if not isinstance(leaves, list) or not 0 < len(leaves) <= MAX_LAYER + 1:
+            raise ValueError(f"a list of 1 to {MAX_LAYER + 1} leaves is needed")
+        sides = [(_leaf_side(leaf, "k"), _leaf_side(leaf, "v")) for leaf in leaves]
+    except (ValueError, TypeError, KeyError, CommandError) as error:
+        raise CommandError(f"{where}: {error}") from None
+    return dict(enumerate(k for k, _ in sides)), dict(enumerate(v for _, v in sides))
+
+
+def same_schema(session: Session, record: Create) -> bool:
+    """Whether a session is what a CREATE asks for."""
+    specs = {n: (spec.width, spec.fmt, spec.heads) for n, spec in session.specs.items()}
+    asked = (record.dim, record.requested, record.heads, record.specs)
+    return (session.dim, session.requested, session.heads, specs) == asked
+
+
+@command(
+    "KV.PREFIX.REGISTER",
+    -4,
+    "Creates the K and V sessions of a namespace.",
+    write=True,
+    kvcache=True,
+    keys=(1, 1),
+    grows=True,
+)
+def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
+    where = "KV.PREFIX.REGISTER"
+    namespace = arguments.sid(args[1])
+    dim = arguments.integer(args[2], "kv_dim", 1, 65536)
+    requested = _vquant(args[3], where)
+    given = arguments.options(args[4:], {"PREFILL_MS": 1, "HEADS": 1, "LEAVES": 1}, where)
+    prefill = _optional(given, "PREFILL_MS", 0, MAX_PREFILL_MS)
+    heads = _optional(given, "HEADS", 1, 1024)
+    specs = parse_leaves(given["LEAVES"][0]) if "LEAVES" in given else ({}, {})
+    fmt = resolve(requested, dim).name
+    creates = [
+        Create(namespace + suffix, dim, requested, fmt, heads, side)
+        for suffix, side in zip((KEY_SUFFIX, VALUE_SUFFIX), specs, strict=True)
+    ]
+    effects = _missing(context, creates)
+    if prefill or effects:
+        context.server.prefill_ms.pop(namespace, None)
+    if prefill:
+        context.server.prefill_ms[namespace] = prefill
+    return Effect(effects, OK)
+
+
+def _optional(given: Mapping[str, list[Arg]], name: str, low: int, high: int) -> int:
+    """The number behind an option, 0 when it was not given."""
+    return arguments.integer(given[name][0], name, low, high) if name in given else 0
+
+
+def _missing(context: Context, creates: list[Create]) -> list[Record]:
+    """The sessions that have to be created; refuses when a different one holds rows."""
+    needed: list[Record] = []
+    for record in creates:
+        session = context.state.sessions.get(record.sid)
+        if session is not None and same_schema(session, record):
+            context.state.touch(session)
+            continue
+        if session is not None and not session.empty:
+            raise CommandError(
+                "KV.PREFIX.REGISTER namespace already exists with a different format"
+            )
+        needed.append(record)
+    arriving = sum(
+        1 for r in needed if isinstance(r, Create) and r.sid not in context.state.sessions
+    )
+    return [*context.store.evict_for_session(arriving), *needed]
+
+
+@command(
+    "KV.PREFIX.LOOKUP",
+    -2,
+    "Whether both sides of a namespace exist; credits the value receipt.",
+    kvcache=True,
+    keys=(1, 1),
+)
+def kv_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
+    namespace = arguments.sid(args[1])
+    given = arguments.options(args[2:], {"TOKENS": 1, "PREFILL_MS": 1}, "KV.PREFIX.LOOKUP")
+    prefill = _optional(given, "PREFILL_MS", 0, MAX_PREFILL_MS)
+    tokens = _optional(given, "TOKENS", 0, 1 << 40) if "TOKENS" in given else -1
+    sides = context.state.sides(namespace)
+    if len(sides) < 2:
+        context.server.ledger.misses += 1
+        return Simple("MISS")
+    for session in sides:
+        context.state.touch(session)
+    if tokens < 0:
+        first = sides[0].layers.get(0)
+        tokens = first.count if first else 0
+    context.server.ledger.hit(tokens, prefill or context.server.prefill_ms.get(namespace, 0))
+    return Simple("HIT")
+
+
+@command(
+    "KV.PREFIX.DROP",
+    -2,
+    "Frees namespaces: rows and recurrent states.",
+    write=True,
+    kvcache=True,
+    keys=(1, -1),
+)
+def kv_prefix_drop(context: Context, args: list[Arg]) -> Effect:
+    namespaces = list(dict.fromkeys(arguments.sid(arg) for arg in args[1:]))
+    effects: list[Record] = []
+    held = 0
+    for namespace in namespaces:
+        sides = context.state.sides(namespace)
+        held += bool(sides)
+        context.server.forget_exports(session.sid for session in sides)
+        context.server.prefill_ms.pop(namespace, None)
+        effects += drop_namespace(context.state, namespace, "dropped", int(time.time()))
+    return Effect(effects, held)
+
+
+@command("KV.PREFIX.INFO", 1, "The V-store in numbers.", kvcache=True)
+def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
+    store, state = context.store, context.state
+    namespaces = state.namespaces()
+    tokens = 0
+    for namespace in namespaces:
+        first = state.sessions[namespace + KEY_SUFFIX].layers.get(0)
+        tokens += first.count if first else 0
+    fields = {
+        "registered_prefixes": len(namespaces),
+        "total_prefix_tokens": tokens,
+        "vstore_sessions": len(state.sessions),
+        "vstore_max_sessions": store.config.max_sessions,
+        "vstore_total_fetches": store.counters.fetches,
+        "vstore_bytes": sum(session.row_bytes() for session in state.sessions.values()),
+        "vstore_disk_bytes": store.disk_bytes(),
+        "vstore_evictions": store.counters.evictions,
+        "vstore_damaged": store.counters.damaged,
+        "wal_bytes": store.vstore_wal.size,
+        "wal_appended": store.vstore_wal.appended,
+        "wal_replayed": store.replayed.vstore,
+        "ssm_wal_replayed": store.replayed.ssm,
+        "directory_enabled": 1,
+        "directory_entries": len(state.sessions),
+        "sdpa_warm": 0,
+        "sdpa_cold": 0,
+        "sdpa_demotions": 0,
+        "sdpa_rehydrates": 0,
+    }
+    return "".join(f"{name}:{value}\r\n" for name, value in fields.items())
+
+
+@command("KV.PREFIX.SAVE", -1, "Writes the snapshots and truncates the logs.", kvcache=True)
+async def kv_prefix_save(context: Context, args: list[Arg]) -> Reply:
+    if len(args) > 2:
+        raise CommandError("wrong number of arguments for 'kv.prefix.save' command")
+    store = context.store
+    if store.nothing_to_save():
+        raise CommandError("KV.PREFIX.SAVE nothing to save")
+    target = None
+    if len(args) == 2:
+        name = arguments.word(args[1]).decode("utf-8", "surrogateescape")
+        path = PurePosixPath(name)
+        if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
+            raise CommandError("KV.PREFIX.SAVE path must be relative, without '..'")
+        target = context.server.config.folder / path
+        if target == store.paths.vstore:
+            target = None
+        elif target.name.startswith("pion."):
+            raise CommandError("KV.PREFIX.SAVE path names one of the server's own files")
+    await store.save(target)
+    context.server.last_save = int(time.time())
+    return OK
+
+
+@command("KV.PREFIX.COMMIT", 1, "Brings everything acknowledged to stable storage.", kvcache=True)
+async def kv_prefix_commit(context: Context, args: list[Arg]) -> Reply:
+    if not context.store.config.wal:
+        raise CommandError("KV.PREFIX.COMMIT needs the WAL (the server runs with --no-wal)")
+    try:
+        await context.store.flush()
+    except OSError as error:
+        raise CommandError(f"KV.PREFIX.COMMIT failed: {error.strerror}") from error
+    return OK
+
+
+def _side(session: Session | None) -> dict[str, object]:
+    if session is None:
+        return {"present": False}
+    counts = [rows.count for rows in session.layers.values()]
+    return {
+        "present": True,
+        "format": session.fmt,
+        "layers": len(counts),
+        "rows_least": min(counts, default=0),
+        "rows_most": max(counts, default=0),
+        "verified": all(run.verified for run in session.runs()),
+    }
+
+
+@command(
+    "KV.PREFIX.EXPLAIN",
+    2,
+    "Why a lookup hits or misses, as JSON.",
+    kvcache=True,
+    keys=(1, 1),
+    extension=True,
+)
+def kv_prefix_explain(context: Context, args: list[Arg]) -> Reply:
+    namespace = arguments.sid(args[1])
+    state = context.state
+    keys = state.sessions.get(namespace + KEY_SUFFIX)
+    values = state.sessions.get(namespace + VALUE_SUFFIX)
+    reason, at = state.gone.get(namespace, ("", 0))
+    if keys is not None and values is not None:
+        verdict, why = "hit", "both sides are present"
+    elif reason:
+        verdict, why = "miss", reason
+    elif keys is not None or values is not None:
+        verdict, why = "miss", "one side is missing"
+    else:
+        verdict, why = "miss", "never registered here"
+    answer = {
+        "namespace": namespace.decode("utf-8", "backslashreplace"),
+        "verdict": verdict,
+        "reason": why,
+        "since": at or None,
+        "k": _side(keys),
+        "v": _side(values),
+        "states": sorted(state.states.get(namespace, {})),
+        "worker": context.server.ledger.worker_id,
+    }
+    return json.dumps(answer)

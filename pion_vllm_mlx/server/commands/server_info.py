@@ -1,0 +1,126 @@
+"""INFO and the value receipt."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+from pion_vllm_mlx import __version__
+from pion_vllm_mlx.server import arguments
+from pion_vllm_mlx.server.command import Reply, command
+from pion_vllm_mlx.server.session import Context, Server
+from pion_vllm_mlx.wire.resp import Arg, Map, Simple
+
+#: the Redis version whose dialect is spoken.
+REDIS_VERSION = "7.0.0"
+_PAGE = resource.getpagesize()
+
+
+def resident_bytes() -> tuple[int, int]:
+    """Resident memory of this process now and at its peak, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_bytes = peak if sys.platform == "darwin" else peak * 1024
+    try:
+        now = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE
+    except (OSError, ValueError, IndexError):
+        now = peak_bytes
+    return now, max(now, peak_bytes)
+
+
+def _server(server: Server) -> list[tuple[str, object]]:
+    return [
+        ("redis_version", REDIS_VERSION),
+        ("pion_version", f"{__version__}+python"),
+        ("process_id", os.getpid()),
+        ("tcp_port", server.port),
+        ("uptime_in_seconds", server.ledger.uptime()),
+        ("unix_socket", server.config.unixsocket or ""),
+        ("config_dir", server.config.folder),
+    ]
+
+
+def _memory(server: Server) -> list[tuple[str, object]]:
+    now, peak = resident_bytes()
+    return [
+        ("used_memory", now),
+        ("used_memory_peak", peak),
+        ("maxmemory", 0),
+        ("maxmemory_policy", "noeviction"),
+        ("maxmemory_refusing_writes", 0),
+    ]
+
+
+def _clients(server: Server) -> list[tuple[str, object]]:
+    return [
+        ("connected_clients", len(server.clients)),
+        ("maxclients", server.config.max_connections),
+        ("in_flight_bytes", server.pool.held),
+    ]
+
+
+def _stats(server: Server) -> list[tuple[str, object]]:
+    return [
+        ("total_connections_received", server.connections_total),
+        ("total_commands_processed", server.commands_total),
+    ]
+
+
+def _persistence(server: Server) -> list[tuple[str, object]]:
+    return [
+        ("loading", 0),
+        ("appendfsync", server.config.appendfsync),
+        ("wal_bytes", server.store.vstore_wal.size),
+        ("ssm_wal_bytes", server.store.ssm_wal.size),
+    ]
+
+
+def _replication(server: Server) -> list[tuple[str, object]]:
+    return [("role", "master")]
+
+
+def _pion(server: Server) -> list[tuple[str, object]]:
+    return [("stats_scope", "worker"), *server.ledger.fields()]
+
+
+def _keyspace(server: Server) -> list[tuple[str, object]]:
+    return []
+
+
+_SECTIONS = {
+    "server": _server,
+    "clients": _clients,
+    "memory": _memory,
+    "persistence": _persistence,
+    "stats": _stats,
+    "replication": _replication,
+    "pion": _pion,
+    "keyspace": _keyspace,
+}
+
+
+def section_text(title: str, pairs: list[tuple[str, object]]) -> str:
+    """One section as INFO prints it."""
+    return f"# {title}\r\n" + "".join(f"{name}:{value}\r\n" for name, value in pairs)
+
+
+@command("INFO", -1, "The server in numbers.")
+def info(context: Context, args: list[Arg]) -> Reply:
+    wanted = {arguments.word(arg).decode("latin-1").lower() for arg in args[1:]}
+    everything = not wanted or wanted & {"all", "everything", "default"}
+    sections = [
+        section_text(name.capitalize(), pairs(context.server))
+        for name, pairs in _SECTIONS.items()
+        if everything or name in wanted
+    ]
+    return "\r\n".join(sections)
+
+
+@command("PION.STATS", -1, "The value receipt of this worker; RESET zeroes it.")
+def pion_stats(context: Context, args: list[Arg]) -> Reply:
+    ledger = context.server.ledger
+    if len(args) == 2 and arguments.word(args[1]).upper() == b"RESET":
+        ledger.reset()
+        return Simple("OK")
+    return Map([(name, value) for name, value in ledger.fields()])

@@ -1,0 +1,192 @@
+"""SSM.PREFIX.*: recurrent states and completion records, opaque bytes by layer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from crc32c import crc32c
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server import arguments
+from pion_vllm_mlx.server.command import Effect, Reply, command
+from pion_vllm_mlx.server.inbound import MemoryInbound, StreamInbound
+from pion_vllm_mlx.server.outbound import Stream, file_range
+from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.server.store.eviction import drop_namespace
+from pion_vllm_mlx.server.store.files import pread_exactly
+from pion_vllm_mlx.server.store.index import StateBlob, place_fd
+from pion_vllm_mlx.server.store.records import DropStates, StoreState
+from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
+from pion_vllm_mlx.server.store.segments import Region
+from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store, disk_error
+from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Simple
+
+OK = Simple("OK")
+MAX_STATE_LAYER = 65535
+
+
+class StateInbound(StreamInbound):
+    """A long state, received straight into a segment."""
+
+    region: Region
+    crc: int = 0
+
+    def take(self, window: memoryview) -> None:
+        self.region.write(window, self.written)
+        self.crc = crc32c(window, self.crc)
+        self.written += len(window)
+
+    written: int = 0
+
+
+def open_state(context: Context, args: list[Arg], length: int) -> BulkTarget:
+    """Where the blob of the SSM.PREFIX.STORE being received goes. Raises CommandError."""
+    if len(args) != 3:
+        raise CommandError("argument is too long")
+    sid = arguments.sid(args[1])
+    arguments.integer(args[2], "layer", 0, MAX_STATE_LAYER)
+    pool, when_room, store = context.server.pool, context.when_room, context.store
+    if length <= WINDOW_BYTES:
+        return MemoryInbound(length, pool, when_room)
+    region = store.reserve_now(sid, length, 1)
+    inbound = StateInbound(
+        length, 1, lambda window: inbound.take(window), store.io, pool, when_room
+    )
+    inbound.region = region
+    inbound.abandon = lambda: store.release(region)
+    return inbound
+
+
+@dataclass
+class StoredState:
+    """A state that is in its place and waits for its record."""
+
+    sid: bytes
+    layer: int
+    length: int
+    crc: int
+    region: Region | None
+    blob: bytes
+
+    def finish(self, store: Store) -> None:
+        if self.region is not None:
+            store.release(self.region)
+
+
+async def store_state(context: Context, args: list[Arg]) -> StoredState:
+    """Check the command, wait for its blob and put it in its place."""
+    where = "SSM.PREFIX.STORE"
+    sid = arguments.sid(args[1])
+    layer = arguments.integer(args[2], "layer", 0, MAX_STATE_LAYER)
+    given = arguments.options(args[4:], {"CRC": 1}, where)
+    expected = arguments.integer(given["CRC"][0], "CRC", 0, 0xFFFFFFFF) if given else None
+    blob = args[3]
+    if isinstance(blob, StateInbound):
+        await blob.wait()
+        await context.store.make_room(0)
+        stored = StoredState(sid, layer, blob.length, blob.crc, blob.region, b"")
+    elif isinstance(blob, (bytes, MemoryInbound)):
+        stored = await _from_memory(context, sid, layer, blob)
+    else:
+        raise CommandError("argument is too long")
+    if expected is not None and expected != stored.crc:
+        stored.finish(context.store)
+        raise CommandError(f"{where}: checksum of the blob is wrong")
+    return stored
+
+
+async def _from_memory(
+    context: Context, sid: bytes, layer: int, blob: bytes | MemoryInbound
+) -> StoredState:
+    store = context.store
+    view = memoryview(blob) if isinstance(blob, bytes) else blob.view
+    crc = crc32c(view)
+    if store.config.wal and len(view) < INLINE_BYTES:
+        return StoredState(sid, layer, len(view), crc, None, bytes(view))
+    region = await store.reserve(sid, len(view), 1)
+    try:
+        await store.run(lambda: region.write(view, 0))
+    except OSError as error:
+        store.release(region)
+        raise disk_error(error) from error
+    return StoredState(sid, layer, len(view), crc, region, b"")
+
+
+@command(
+    "SSM.PREFIX.STORE",
+    -4,
+    "Stores opaque bytes under a session and layer.",
+    write=True,
+    keys=(1, 1),
+    grows=True,
+    prepare=store_state,
+    open_bulk=open_state,
+)
+def ssm_prefix_store(context: Context, args: list[Arg], stored: StoredState) -> Effect:
+    segment, offset = "", 0
+    if stored.region is not None:
+        segment, offset = stored.region.segment.name, stored.region.offset
+    record = StoreState(
+        stored.sid, stored.layer, stored.length, stored.crc, segment, offset, stored.blob
+    )
+    return Effect([record], OK)
+
+
+async def _verified(context: Context, sid: bytes, blob: StateBlob) -> bool:
+    """Check a state once after a start; one that does not verify takes its prefix along."""
+    if blob.verified:
+        return True
+
+    def intact() -> bool:
+        try:
+            data = pread_exactly(place_fd(blob.place), blob.length, blob.place.offset)
+        except OSError:
+            return False
+        return crc32c(data) == blob.crc
+
+    if await context.store.run(intact):
+        blob.verified = True
+        return True
+    context.store.counters.damaged += 1
+    await context.store.commit(
+        lambda: drop_namespace(
+            context.state, sid, "damaged: checksum of a state is wrong", int(time.time())
+        )
+    )
+    return False
+
+
+@command("SSM.PREFIX.FETCH", 3, "The bytes stored under a session and layer.", keys=(1, 1))
+async def ssm_prefix_fetch(context: Context, args: list[Arg]) -> Reply:
+    sid = arguments.sid(args[1])
+    layer = arguments.integer(args[2], "layer", 0, MAX_STATE_LAYER)
+    blob = context.state.states.get(sid, {}).get(layer)
+    if blob is None:
+        return None
+    piece = file_range(blob.place, 0, blob.length)
+    if not await _verified(context, sid, blob):
+        return None
+    stream = Stream()
+    stream.bulk([piece])
+    stream.payload_bytes = 0
+    return stream
+
+
+@command(
+    "SSM.PREFIX.DROP",
+    -2,
+    "Forgets one layer, or all layers, of a session.",
+    write=True,
+    keys=(1, 1),
+)
+def ssm_prefix_drop(context: Context, args: list[Arg]) -> Effect:
+    if len(args) > 3:
+        raise CommandError("wrong number of arguments for 'ssm.prefix.drop' command")
+    sid = arguments.sid(args[1])
+    layer = -1
+    if len(args) == 3:
+        layer = arguments.integer(args[2], "layer", 0, MAX_STATE_LAYER)
+    held = context.state.states.get(sid, {})
+    there = bool(held) if layer < 0 else layer in held
+    return Effect([DropStates((sid,), layer)] if there else [], OK)

@@ -1,0 +1,89 @@
+"""V.CREATE, V.INFO, V.DROP: sessions by themselves."""
+
+from __future__ import annotations
+
+import time
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.formats import get_format, resolve
+from pion_vllm_mlx.server import arguments
+from pion_vllm_mlx.server.command import Effect, Reply, command
+from pion_vllm_mlx.server.commands.kv_prefix import kv_prefix_info, same_schema
+from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.server.store.eviction import drop_session
+from pion_vllm_mlx.server.store.index import Session
+from pion_vllm_mlx.server.store.records import Create, Record
+from pion_vllm_mlx.wire.resp import Arg
+
+
+@command(
+    "V.CREATE",
+    -3,
+    "Creates a session, or finds it.",
+    write=True,
+    kvcache=True,
+    keys=(1, 1),
+    grows=True,
+)
+def v_create(context: Context, args: list[Arg]) -> Effect:
+    sid = arguments.sid(args[1])
+    dim = arguments.integer(args[2], "dim", 1, 65536)
+    given = arguments.options(args[3:], {"VQUANT": 1}, "V.CREATE")
+    requested = "int8"
+    if "VQUANT" in given:
+        requested = get_format(arguments.word(given["VQUANT"][0]).decode("latin-1")).name
+    record = Create(sid, dim, requested, resolve(requested, dim).name)
+    session = context.state.sessions.get(sid)
+    if session is not None and same_schema(session, record):
+        context.state.touch(session)
+        return Effect([], session.slot)
+    if session is not None and not session.empty:
+        raise CommandError("V.CREATE: already exists with a different schema")
+    evicted = context.store.evict_for_session(0 if session else 1)
+    return Effect([*evicted, record], lambda: context.state.sessions[sid].slot)
+
+
+def _info(session: Session) -> str:
+    heterogeneous = len({(s.width, s.fmt) for s in session.specs.values()}) > 1
+    first = session.specs.get(0)
+    lines = [
+        f"session:{session.sid.decode('utf-8', 'backslashreplace')}",
+        f"dim:{session.dim}",
+        f"v_format:{first.fmt if first else session.fmt}",
+        f"schema:{'heterogeneous' if heterogeneous else 'uniform'}",
+    ]
+    lines += [f"layer_{n}_tokens:{rows.count}" for n, rows in sorted(session.layers.items())]
+    if heterogeneous:
+        for layer, spec in session.specs.items():
+            lines += [f"layer_{layer}_dim:{spec.width}", f"layer_{layer}_fmt:{spec.fmt}"]
+    lines += [f"bytes:{session.row_bytes()}", "snapshots:0"]
+    return "".join(line + "\r\n" for line in lines)
+
+
+@command("V.INFO", -1, "One session, or the V-store, in numbers.", kvcache=True, keys=(1, -1))
+def v_info(context: Context, args: list[Arg]) -> Reply:
+    if len(args) > 2:
+        raise CommandError("wrong number of arguments for 'v.info' command")
+    if len(args) == 1:
+        return "enabled:1\r\n" + str(kv_prefix_info(context, args))
+    session = context.state.sessions.get(arguments.sid(args[1]))
+    return None if session is None else _info(session)
+
+
+@command(
+    "V.DROP",
+    -2,
+    "Frees sessions.",
+    write=True,
+    kvcache=True,
+    keys=(1, -1),
+    extension=True,
+)
+def v_drop(context: Context, args: list[Arg]) -> Effect:
+    sids = dict.fromkeys(arguments.sid(arg) for arg in args[1:])
+    found = [context.state.sessions[sid] for sid in sids if sid in context.state.sessions]
+    context.server.forget_exports(session.sid for session in found)
+    effects: list[Record] = []
+    for session in found:
+        effects += drop_session(context.state, session, "dropped", int(time.time()))
+    return Effect(effects, len(found))

@@ -1,0 +1,228 @@
+"""V.FETCH: rows by token id, by range, or all layers at once.
+
+What is asked for as it is stored is sent from the files; what is asked for in
+another encoding or layout is read and converted a window at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server import arguments
+from pion_vllm_mlx.server.command import Reply, command
+from pion_vllm_mlx.server.outbound import Chunk, Computed, Stream, file_range
+from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.server.store.index import LayerRows, Session
+from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, as_bytes, read_head, read_layer
+from pion_vllm_mlx.wire.resp import Arg, array_header, nil
+
+WHERE = "V.FETCH"
+MAX_TOKENS = (1 << 31) - 1
+MAX_REPLY = 1 << 30
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Rows ``[start, end)``, their encoding (F32, NATIVE, STORED) and layout."""
+
+    start: int
+    end: int
+    encoding: str = "F32"
+    head_major: bool = False
+
+    def value_bytes(self, rows: LayerRows) -> int:
+        """Bytes of one row in the wanted encoding."""
+        spec = rows.spec
+        if self.encoding == "STORED" or (self.encoding == "NATIVE" and spec.fmt == "fp16"):
+            return spec.row_bytes
+        return spec.width * 4
+
+    def stored(self, rows: LayerRows) -> bool:
+        """Whether the wanted bytes are the stored bytes."""
+        fmt = rows.spec.fmt
+        return (
+            self.encoding == "STORED"
+            or fmt == "fp32"
+            or (self.encoding == "NATIVE" and fmt == "fp16")
+        )
+
+
+def _ranges(rows: LayerRows, wanted: Wanted) -> Iterator[Chunk]:
+    """File ranges for rows that are stored as they are wanted; zeros in the gaps."""
+    (part,) = rows.spec.parts()
+    heads = rows.spec.heads if wanted.head_major else 1
+    row = part.bytes_per_row // heads
+    covering = list(rows.covering(wanted.start, wanted.end))
+    pieces = [
+        list(
+            extent.run.shape.part_pieces(
+                part, 0, extent.row, extent.row + extent.end - extent.start
+            )
+        )
+        for extent in covering
+    ]
+    for head in range(heads):
+        at = wanted.start
+        for extent, places in zip(covering, pieces, strict=True):
+            if extent.start > at:
+                yield bytes((extent.start - at) * row)
+            piece = places[head if len(places) > 1 else 0]
+            yield file_range(extent.run.place, piece.offset, piece.length)
+            at = extent.end
+        if at < wanted.end:
+            yield bytes((wanted.end - at) * row)
+
+
+def _as_stored(rows: LayerRows, wanted: Wanted) -> bool:
+    """Whether the files hold the wanted bytes in the wanted order."""
+    if not wanted.stored(rows) or len(rows.spec.parts()) > 1:
+        return False
+    return rows.spec.heads == 1 or all(
+        extent.run.shape.head_major == wanted.head_major
+        for extent in rows.covering(wanted.start, wanted.end)
+    )
+
+
+def _converted(rows: LayerRows, wanted: Wanted) -> Iterator[memoryview]:
+    """The wanted bytes, a window of rows at a time. Reads the disk."""
+    step = max(1, WINDOW_BYTES // max(1, rows.spec.width * 4))
+    windows = [
+        (first, min(first + step, wanted.end)) for first in range(wanted.start, wanted.end, step)
+    ]
+    if wanted.head_major:
+        for head in range(rows.spec.heads):
+            for first, last in windows:
+                yield as_bytes(read_head(rows, head, first, last))
+        return
+    for first, last in windows:
+        data = read_layer(rows, first, last)
+        if not wanted.stored(rows):
+            data = rows.spec.format.decode(data).view(np.uint8)
+        yield as_bytes(data)
+
+
+def layer_chunks(rows: LayerRows, wanted: Wanted) -> list[Chunk]:
+    """One layer's bulk string in pieces. Raises CommandError when it cannot be given so."""
+    spec = rows.spec
+    if wanted.head_major and not spec.head_major():
+        raise CommandError(f"{WHERE}: LAYOUT HND needs HEADS and a format that can be cut at heads")
+    if spec.fmt.startswith("raw:") and wanted.encoding != "STORED":
+        raise CommandError(f"{WHERE}: opaque rows need FMT STORED")
+    if _as_stored(rows, wanted):
+        return list(_ranges(rows, wanted))
+    length = (wanted.end - wanted.start) * wanted.value_bytes(rows)
+    return [Computed(length, lambda: _converted(rows, wanted))]
+
+
+def _session(context: Context, sid: bytes) -> Session:
+    session = context.state.sessions.get(sid)
+    if session is None:
+        raise CommandError(f"{WHERE}: session not found")
+    return session
+
+
+def _wanted(args: list[Arg], options: list[Arg]) -> Wanted:
+    start = arguments.integer(args[0], "start", 0, MAX_TOKENS)
+    end = arguments.integer(args[1], "end", 0, MAX_TOKENS)
+    if end <= start:
+        raise CommandError(f"{WHERE}: end must exceed start")
+    given = arguments.options(options, {"FMT": 1, "LAYOUT": 1}, WHERE)
+    encoding = "F32"
+    if "FMT" in given:
+        encoding = arguments.choice(given["FMT"][0], ("NATIVE", "STORED"), f"{WHERE}: FMT")
+    head_major = False
+    if "LAYOUT" in given:
+        layout = arguments.choice(given["LAYOUT"][0], ("HND", "NHD"), f"{WHERE}: LAYOUT")
+        head_major = layout == "HND"
+    if head_major and encoding != "STORED":
+        raise CommandError(f"{WHERE}: LAYOUT HND needs FMT STORED")
+    return Wanted(start, end, encoding, head_major)
+
+
+def _check_size(layers: list[LayerRows | None], wanted: Wanted) -> None:
+    count = wanted.end - wanted.start
+    total = sum(count * wanted.value_bytes(rows) for rows in layers if rows is not None)
+    if total > MAX_REPLY:
+        raise CommandError(f"{WHERE}: the reply would be larger than {MAX_REPLY} bytes")
+
+
+async def _reply(
+    context: Context, session: Session, numbers: list[int], wanted: Wanted, one: bool
+) -> Reply:
+    layers = [session.layers.get(number) for number in numbers]
+    _check_size(layers, wanted)
+    stream = Stream()
+    pieces = [None if rows is None else layer_chunks(rows, wanted) for rows in layers]
+    if not await context.store.verified([session]):
+        raise CommandError(f"{WHERE}: session not found (its rows did not verify)")
+    if context.state.sessions.get(session.sid) is not session:
+        raise CommandError(f"{WHERE}: session not found")
+    context.state.touch(session)
+    context.store.counters.fetches += 1
+    if not one:
+        stream.chunks.append(array_header(len(layers)))
+    for chunks in pieces:
+        if chunks is None:
+            stream.chunks.append(nil(context.client.proto))
+        else:
+            stream.bulk(chunks)
+    return stream
+
+
+async def _by_id(context: Context, session: Session, rows: LayerRows, ids: list[int]) -> Reply:
+    """Float32 rows of the given tokens; nil when none of them is stored."""
+    if not any(True for token in ids for _ in rows.covering(token, token + 1)):
+        return None
+    if len(ids) * rows.spec.width * 4 > MAX_REPLY:
+        raise CommandError(f"{WHERE}: the reply would be larger than {MAX_REPLY} bytes")
+    if rows.spec.fmt.startswith("raw:"):
+        raise CommandError(f"{WHERE}: opaque rows need FMT STORED")
+    if not await context.store.verified([session]):
+        raise CommandError(f"{WHERE}: session not found (its rows did not verify)")
+
+    def windows() -> Iterator[memoryview]:
+        for token in ids:
+            data = rows.spec.format.decode(read_layer(rows, token, token + 1))
+            yield as_bytes(data)
+
+    context.state.touch(session)
+    context.store.counters.fetches += 1
+    stream = Stream()
+    stream.bulk([Computed(len(ids) * rows.spec.width * 4, windows)])
+    return stream
+
+
+@command("V.FETCH", -4, "Rows of a session.", kvcache=True, keys=(1, 1))
+async def v_fetch(context: Context, args: list[Arg]) -> Reply:
+    session = _session(context, arguments.sid(args[1]))
+    form = arguments.word(args[2]).upper()
+    if form == b"BATCH":
+        return await _batch(context, session, args)
+    layer = arguments.integer(args[2], "layer", 0, MAX_TOKENS)
+    session.spec(layer)
+    rows = session.layers.get(layer)
+    if arguments.word(args[3]).upper() == b"RANGE":
+        if len(args) < 6:
+            raise CommandError(f"{WHERE}: RANGE needs start and end")
+        wanted = _wanted(args[4:6], args[6:])
+        if rows is None:
+            return None
+        return await _reply(context, session, [layer], wanted, one=True)
+    ids = [arguments.integer(arg, "token id", 0, MAX_TOKENS) for arg in args[3:]]
+    return None if rows is None else await _by_id(context, session, rows, ids)
+
+
+async def _batch(context: Context, session: Session, args: list[Arg]) -> Reply:
+    if len(args) < 5:
+        raise CommandError(f"{WHERE}: BATCH needs start and end")
+    rest = args[5:]
+    count = session.layer_count()
+    if rest and arguments.word(rest[0]).isdigit():
+        count = arguments.integer(rest[0], "num_layers", 1, 1024)
+        rest = rest[1:]
+    wanted = _wanted(args[3:5], rest)
+    return await _reply(context, session, list(range(count)), wanted, one=False)

@@ -1,0 +1,33 @@
+"""V.STOREBATCH: rows of one layer of one side."""
+
+from __future__ import annotations
+
+from pion_vllm_mlx.server.command import Effect, command
+from pion_vllm_mlx.server.incoming_rows import StoredRows, find_session, open_rows, store_rows
+from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.server.store.records import Record
+from pion_vllm_mlx.wire.resp import Arg, Simple
+
+
+@command(
+    "V.STOREBATCH",
+    -6,
+    "Stores consecutive rows of one layer.",
+    write=True,
+    kvcache=True,
+    keys=(1, 1),
+    grows=True,
+    prepare=store_rows,
+    open_bulk=open_rows,
+)
+def v_storebatch(context: Context, args: list[Arg], stored: StoredRows) -> Effect:
+    """The rows are in their place; they count once their record is logged."""
+    effects: list[Record] = []
+    session = find_session(context, stored.request.sid)
+    if stored.shape is not None:
+        if session.spec(stored.request.layer) != stored.shape.spec:
+            find_session(context, b"")
+        effects.append(stored.record())
+        context.server.forget_exports([stored.request.sid])
+        context.store.counters.bytes_stored += stored.shape.data_bytes
+    return Effect(effects, Simple("OK"))

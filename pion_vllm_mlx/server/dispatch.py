@@ -1,0 +1,134 @@
+"""The one path of a command: table, guards, handler, log, apply, answer."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Awaitable
+
+from pion_vllm_mlx.errors import AuthenticationRequired, CommandError
+from pion_vllm_mlx.server.command import TABLE, Command, Effect, Reply
+from pion_vllm_mlx.server.inbound import MemoryInbound, StreamInbound
+from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.server.store.records import Record
+from pion_vllm_mlx.wire.resp import Arg, BulkTarget, DiscardBulk
+
+log = logging.getLogger(__name__)
+
+#: a long argument of a command that takes none is kept up to here.
+PLAIN_ARGUMENT_BYTES = 1 << 20
+_SHOWN_ARGUMENTS = 8
+
+_NOT_ENABLED = {
+    "KV": "V-store not enabled (use --kvcache)",
+    "V": "V-store not enabled (use --kvcache)",
+    "ATTEND": "attention index not enabled (use --kvcache)",
+    "STATE": "state cache not enabled (use --kvcache)",
+}
+
+
+def find(args: list[Arg]) -> Command:
+    """The command of a request. Raises CommandError when unknown or of wrong arity."""
+    name = args[0] if isinstance(args[0], bytes) else b""
+    command = TABLE.get(name.upper())
+    if command is None:
+        shown = " ".join(
+            f"'{arg[:128].decode('utf-8', 'replace')}'"
+            for arg in args[1 : 1 + _SHOWN_ARGUMENTS]
+            if isinstance(arg, bytes)
+        )
+        text = name[:128].decode("utf-8", "replace")
+        raise CommandError(f"unknown command '{text}', with args beginning with: {shown}")
+    if not command.accepts(len(args)):
+        raise CommandError(f"wrong number of arguments for '{command.name.lower()}' command")
+    return command
+
+
+def guard(command: Command, context: Context, args: list[Arg]) -> None:
+    """Authentication, the --kvcache switch and the namespace prefix."""
+    config = context.server.config
+    if config.password and not context.client.authenticated and not command.no_auth:
+        raise AuthenticationRequired("Authentication required.")
+    if command.kvcache and not config.kvcache:
+        raise CommandError(_NOT_ENABLED[command.name.partition(".")[0]])
+    if command.keys is None or not config.ns_prefix:
+        return
+    first, last = command.keys
+    end = len(args) if last < 0 else last + 1
+    for key in args[first:end]:
+        if not (isinstance(key, bytes) and key.startswith(config.ns_prefix)):
+            prefix = config.ns_prefix.decode("utf-8", "replace")
+            raise CommandError(f"namespace must start with required prefix '{prefix}'")
+
+
+def open_bulk(context: Context, args: list[Arg], length: int) -> BulkTarget:
+    """Where a long argument of the command being received goes.
+
+    What cannot be used is read and forgotten; the command is refused when it is complete.
+    """
+    if not args or not isinstance(args[0], bytes):
+        return DiscardBulk(length)
+    command = TABLE.get(args[0].upper())
+    config = context.server.config
+    if command is None or (config.password and not context.client.authenticated):
+        return DiscardBulk(length)
+    if command.open_bulk is not None:
+        try:
+            guard(command, context, args)
+            return command.open_bulk(context, args, length)
+        except CommandError:
+            return DiscardBulk(length)
+    if length > PLAIN_ARGUMENT_BYTES:
+        return DiscardBulk(length)
+    return MemoryInbound(length, context.server.pool, context.when_room)
+
+
+def execute(context: Context, args: list[Arg]) -> Reply | Awaitable[Reply]:
+    """Run one command; a refusal raises CommandError, here or when awaited."""
+    command = find(args)
+    guard(command, context, args)
+    context.client.last_command = command.name.lower()
+    if command.write:
+        return _write(command, context, args)
+    result: Reply | Awaitable[Reply] = command.handler(context, _plain(command, args))
+    return result
+
+
+def _plain(command: Command, args: list[Arg]) -> list[Arg]:
+    """Long arguments of commands that take none, as plain bytes."""
+    if command.open_bulk is not None or all(isinstance(arg, bytes) for arg in args):
+        return args
+    return [bytes(arg.view) if isinstance(arg, MemoryInbound) else arg for arg in args]
+
+
+async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
+    """Prepare outside the lock; check, log and apply inside it; then answer."""
+    arguments: list[object] = [context, _plain(command, args)]
+    if command.prepare is not None:
+        arguments.append(await command.prepare(*arguments))
+    outcome: list[Effect] = []
+
+    def build() -> list[Record]:
+        effect: Effect = command.handler(*arguments)
+        outcome.append(effect)
+        return list(effect.records)
+
+    try:
+        await context.store.commit(build)
+    finally:
+        if command.prepare is not None:
+            arguments[2].finish(context.store)  # type: ignore[attr-defined]
+    reply = outcome[0].reply
+    return reply() if callable(reply) else reply
+
+
+def release(args: list[Arg]) -> None:
+    """Give back what a command's long arguments hold."""
+    for arg in args:
+        if isinstance(arg, (MemoryInbound, StreamInbound)):
+            arg.release()
+
+
+def is_pending(result: Reply | Awaitable[Reply]) -> bool:
+    """Whether a result has to be awaited."""
+    return inspect.isawaitable(result)

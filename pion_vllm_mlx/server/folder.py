@@ -1,0 +1,69 @@
+"""Owning a data folder: one process at a time, private, and known to its clients."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pion_vllm_mlx.errors import DataFolderBusy
+from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, FILE_MODE
+
+LOCK_NAME = "pion.lock"
+STATUS_NAME = "pion.status"
+
+
+class DataFolder:
+    """Holds the folder's lock from construction to ``close``.
+
+    Raises DataFolderBusy, naming the owner, or OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():
+            path.mkdir(mode=DIRECTORY_MODE, parents=True)
+            _exclude_from_backups(path)
+        self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise DataFolderBusy(f"{path} is in use by a server ({self._owner()})") from None
+
+    def _owner(self) -> str:
+        try:
+            status = json.loads((self.path / STATUS_NAME).read_text())
+            return f"process {int(status['pid'])}, port {int(status['port'])}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "another process"
+
+    def publish_status(self, **fields: Any) -> None:
+        """Tell clients who serves this folder and where, in one atomic step."""
+        temporary = self.path / (STATUS_NAME + ".tmp")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)
+        with os.fdopen(descriptor, "w") as out:
+            json.dump({"pid": os.getpid(), "started": time.time(), **fields}, out)
+        os.replace(temporary, self.path / STATUS_NAME)
+
+    def close(self) -> None:
+        """Withdraw the status and let the next owner in."""
+        with contextlib.suppress(FileNotFoundError):
+            (self.path / STATUS_NAME).unlink()
+        os.close(self._lock)
+
+
+def _exclude_from_backups(path: Path) -> None:
+    """Keep a folder of conversations out of Spotlight and Time Machine."""
+    (path / ".metadata_never_index").touch()
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                ["tmutil", "addexclusion", str(path)], check=False, capture_output=True, timeout=10
+            )

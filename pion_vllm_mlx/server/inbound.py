@@ -1,0 +1,213 @@
+"""Where the bytes of long arguments go while they arrive.
+
+An argument of at most one window stays in memory until its command has used it.
+A longer one is consumed window by window on a thread: one window fills while the
+one before it is written. Windows come from one pool with a budget over all
+connections; when it is spent, reading pauses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from pathlib import Path
+
+from crc32c import crc32c
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.store.files import pread_into, pwrite_all
+from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
+from pion_vllm_mlx.server.store.store import disk_error
+
+#: bytes of windows that all connections together may hold.
+IN_FLIGHT_BYTES = 64 << 20
+
+
+class WindowPool:
+    """Hands out windows up to a budget, and tells those who wait when there is room."""
+
+    def __init__(self, budget: int = IN_FLIGHT_BYTES) -> None:
+        self.budget = budget
+        self.held = 0
+        self._free: list[bytearray] = []
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def take(self, length: int, when_room: Callable[[], None]) -> memoryview | None:
+        """A window of ``length`` bytes, at most one window long; None when there is no room.
+
+        ``when_room`` is then called once, when there may be.
+        """
+        if self.held + length > self.budget:
+            self._waiting.append(when_room)
+            return None
+        self.held += length
+        if length > WINDOW_BYTES // 2:
+            buffer = self._free.pop() if self._free else bytearray(WINDOW_BYTES)
+            return memoryview(buffer)[:length]
+        return memoryview(bytearray(length))
+
+    def give_back(self, window: memoryview) -> None:
+        """Return a window; nothing may use it any more."""
+        self.held -= len(window)
+        buffer = window.obj
+        if isinstance(buffer, bytearray) and len(buffer) == WINDOW_BYTES:
+            self._free.append(buffer)
+        waiting, self._waiting = self._waiting, deque()
+        for wake in waiting:
+            wake()
+
+
+class MemoryInbound:
+    """An argument of at most one window, in memory."""
+
+    def __init__(self, length: int, pool: WindowPool, when_room: Callable[[], None]) -> None:
+        self.length = length
+        self._pool = pool
+        self._when_room = when_room
+        self._window: memoryview | None = None
+        self._filled = 0
+
+    @property
+    def view(self) -> memoryview:
+        """All bytes; valid until ``release``."""
+        assert self._window is not None
+        return self._window
+
+    def buffer(self) -> memoryview | None:
+        if self._window is None:
+            self._window = self._pool.take(self.length, self._when_room)
+        return None if self._window is None else self._window[self._filled :]
+
+    def advance(self, n: int) -> None:
+        self._filled += n
+
+    def release(self) -> None:
+        if self._window is not None:
+            self._pool.give_back(self._window)
+            self._window = None
+
+
+class StreamInbound:
+    """A long argument that ``consume`` takes window by window, in order, on a thread.
+
+    ``unit`` bytes are never cut by a window's end. When ``consume`` fails, the rest is
+    read and forgotten, and ``wait`` raises what it raised.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        unit: int,
+        consume: Callable[[memoryview], None],
+        executor: Executor,
+        pool: WindowPool,
+        when_room: Callable[[], None],
+    ) -> None:
+        self.length = length
+        self._window_bytes = max(unit, WINDOW_BYTES - WINDOW_BYTES % unit)
+        self._consume = consume
+        self._executor = executor
+        self._pool = pool
+        self._when_room = when_room
+        self._window: memoryview | None = None
+        self._filled = 0
+        self._received = 0
+        self._writing: memoryview | None = None
+        self._loop = asyncio.get_running_loop()
+        self._done = asyncio.Event()
+        self._released = False
+        self._error: CommandError | None = None
+        self.abandon: Callable[[], None] = lambda: None
+
+    def buffer(self) -> memoryview | None:
+        if self._window is None:
+            size = min(self._window_bytes, self.length - self._received)
+            self._window = self._pool.take(size, self._when_room)
+            self._filled = 0
+        if self._window is None or self._filled == len(self._window):
+            return None
+        return self._window[self._filled :]
+
+    def advance(self, n: int) -> None:
+        assert self._window is not None
+        self._filled += n
+        self._received += n
+        if self._filled == len(self._window) and self._writing is None:
+            self._start()
+
+    def _start(self) -> None:
+        """Hand the full window to a thread."""
+        window, self._window = self._window, None
+        assert window is not None
+        self._writing = window
+        job = self._loop.run_in_executor(self._executor, self._work, window)
+        job.add_done_callback(self._finished)
+
+    def _work(self, window: memoryview) -> None:
+        if self._error is not None:
+            return
+        try:
+            self._consume(window)
+        except OSError as error:
+            self._error = disk_error(error)
+        except CommandError as error:
+            self._error = error
+
+    def _finished(self, job: asyncio.Future[None]) -> None:
+        assert self._writing is not None
+        self._pool.give_back(self._writing)
+        self._writing = None
+        if self._released:
+            self._clean_up()
+        elif self._window is not None and self._filled == len(self._window):
+            self._start()
+        elif self._received == self.length and self._window is None:
+            job.result()
+            self._done.set()
+        self._when_room()
+
+    async def wait(self) -> None:
+        """Until every byte was consumed; raises CommandError when consuming failed."""
+        await self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def release(self) -> None:
+        """Forget a half received argument, or clean up after a used one."""
+        self._released = True
+        self._error = self._error or CommandError("the connection was closed")
+        if self._writing is None:
+            self._clean_up()
+
+    def _clean_up(self) -> None:
+        if self._window is not None:
+            self._pool.give_back(self._window)
+            self._window = None
+        self.abandon()
+
+
+class Spool:
+    """A nameless temporary file for a long argument that is not stored as it came."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = tempfile.TemporaryFile(dir=folder, prefix="spool-")
+        self.length = 0
+        self.crc = 0
+
+    def write(self, window: memoryview) -> None:
+        """Append; raises OSError."""
+        pwrite_all(self._file.fileno(), window, self.length)
+        self.length += len(window)
+        self.crc = crc32c(window, self.crc)
+
+    def read(self, offset: int, length: int) -> memoryview:
+        """Bytes from ``offset``; raises OSError."""
+        data = memoryview(bytearray(length))
+        pread_into(self._file.fileno(), data, offset)
+        return data
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,303 @@
+"""From the argument of a V.STOREBATCH to a run in its place.
+
+What arrives is in the wire's encoding and layout; what is stored is in the layer's
+format. Where both are the same, a long argument was received straight into its
+segment (the layout is guessed before the options behind the blob are known) and
+nothing is left to do. Otherwise rows are converted a window at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from crc32c import crc32c
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.formats import f16_to
+from pion_vllm_mlx.server import arguments
+from pion_vllm_mlx.server.inbound import MemoryInbound, Spool, StreamInbound
+from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.server.store.files import pread_into
+from pion_vllm_mlx.server.store.index import Session, group_of
+from pion_vllm_mlx.server.store.records import Rows
+from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, RunWriter, as_bytes
+from pion_vllm_mlx.server.store.segments import Region
+from pion_vllm_mlx.server.store.shapes import LayerSpec, RunShape
+from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store, disk_error
+from pion_vllm_mlx.wire.resp import Arg, BulkTarget
+
+WHERE = "V.STOREBATCH"
+MAX_TOKENS = (1 << 31) - 1
+
+
+@dataclass(frozen=True)
+class RowsRequest:
+    """The words of a V.STOREBATCH: which rows, in which encoding and layout they come."""
+
+    sid: bytes
+    layer: int
+    start: int
+    rows: int
+    encoding: str = "F32"
+    head_major: bool = False
+    crc: int | None = None
+
+    def wire_bytes(self, spec: LayerSpec) -> int:
+        """How long the blob has to be."""
+        if self.encoding == "STORED":
+            return self.rows * spec.row_bytes
+        return self.rows * spec.width * (2 if self.encoding == "F16" else 4)
+
+
+def parse_place(args: list[Arg]) -> RowsRequest:
+    """The four words in front of the blob. Raises CommandError."""
+    return RowsRequest(
+        arguments.sid(args[1]),
+        arguments.integer(args[2], "layer", 0, MAX_TOKENS),
+        arguments.integer(args[3], "start", 0, MAX_TOKENS),
+        arguments.integer(args[4], "n", 0, MAX_TOKENS),
+    )
+
+
+def parse(args: list[Arg]) -> RowsRequest:
+    """All words of the command. Raises CommandError."""
+    place = parse_place(args)
+    given = arguments.options(args[6:], {"FMT": 1, "LAYOUT": 1, "CRC": 1}, WHERE)
+    encoding = "F32"
+    if "FMT" in given:
+        encoding = arguments.choice(given["FMT"][0], ("F16", "STORED"), f"{WHERE}: FMT")
+    head_major = False
+    if "LAYOUT" in given:
+        layout = arguments.choice(given["LAYOUT"][0], ("HND", "NHD"), f"{WHERE}: LAYOUT")
+        head_major = layout == "HND"
+    if head_major and encoding != "STORED":
+        raise CommandError(f"{WHERE}: LAYOUT HND needs FMT STORED")
+    crc = arguments.integer(given["CRC"][0], "CRC", 0, 0xFFFFFFFF) if "CRC" in given else None
+    return RowsRequest(place.sid, place.layer, place.start, place.rows, encoding, head_major, crc)
+
+
+def find_session(context: Context, sid: bytes) -> Session:
+    session = context.state.sessions.get(sid)
+    if session is None:
+        raise CommandError(f"{WHERE}: session not found")
+    return session
+
+
+class RowsInbound(StreamInbound):
+    """A long blob, received into a segment region or, when that cannot fit, a spool."""
+
+    writer: RunWriter | None = None
+    region: Region | None = None
+    spool: Spool | None = None
+
+
+def open_rows(context: Context, args: list[Arg], length: int) -> BulkTarget:
+    """Where the blob of the V.STOREBATCH being received goes. Raises CommandError."""
+    if len(args) != 5:
+        raise CommandError("argument is too long")
+    request = parse_place(args)
+    session = find_session(context, request.sid)
+    spec = session.spec(request.layer)
+    pool, when_room = context.server.pool, context.when_room
+    if length <= WINDOW_BYTES:
+        return MemoryInbound(length, pool, when_room)
+    store = context.store
+    if length == request.rows * spec.row_bytes:
+        shape = RunShape.spaced(
+            spec, request.rows, spec.head_major() and session.expects_head_major
+        )
+        region = store.reserve_now(group_of(request.sid), shape.file_bytes, len(spec.parts()))
+        writer = RunWriter(shape, region)
+        inbound = RowsInbound(length, writer.unit_bytes, writer.write, store.io, pool, when_room)
+        inbound.writer, inbound.region = writer, region
+        inbound.abandon = lambda: store.release(region)
+        return inbound
+    if length not in (request.rows * spec.width * 2, request.rows * spec.width * 4):
+        raise CommandError(f"{WHERE}: blob size")
+    spool = Spool(store.segments.path)
+    inbound = RowsInbound(length, 1, spool.write, store.io, pool, when_room)
+    inbound.spool = spool
+    inbound.abandon = spool.close
+    return inbound
+
+
+@dataclass
+class StoredRows:
+    """A run that is in its place and waits for its record; nothing when ``shape`` is None."""
+
+    request: RowsRequest
+    session: Session | None = None
+    shape: RunShape | None = None
+    writer: RunWriter | None = None
+    region: Region | None = None
+    blob: bytearray | None = None
+
+    def record(self) -> Rows:
+        assert self.shape is not None and self.writer is not None
+        request, region = self.request, self.region
+        return Rows(
+            request.sid,
+            request.layer,
+            request.start,
+            self.shape.rows,
+            self.shape.head_major,
+            self.shape.padded,
+            self.writer.crc,
+            self.writer.stream_crc,
+            region.segment.name if region else "",
+            region.offset if region else 0,
+            bytes(self.blob) if self.blob is not None else b"",
+        )
+
+    def finish(self, store: Store) -> None:
+        """The record is logged, or the command was refused: the region's writer is done."""
+        if self.region is not None:
+            store.release(self.region)
+
+
+async def store_rows(context: Context, args: list[Arg]) -> StoredRows:
+    """Check the command, wait for its blob and put the rows in their place."""
+    request = parse(args)
+    session = find_session(context, request.sid)
+    spec = session.spec(request.layer)
+    blob = args[5]
+    if blob_length(blob) != request.wire_bytes(spec):
+        raise CommandError(
+            f"{WHERE}: blob size {blob_length(blob)} instead of {request.wire_bytes(spec)}"
+        )
+    if request.start + request.rows > MAX_TOKENS:
+        raise CommandError(f"{WHERE}: rows end beyond {MAX_TOKENS}")
+    if request.head_major and not spec.head_major():
+        raise CommandError(f"{WHERE}: LAYOUT HND needs HEADS and a format that can be cut at heads")
+    if request.rows == 0 or spec.row_bytes == 0:
+        return StoredRows(request)
+    session.expects_head_major = request.head_major
+    if isinstance(blob, RowsInbound):
+        await blob.wait()
+        stored = _received_in_place(request, session, spec, blob)
+        if stored is not None:
+            await context.store.make_room(0)
+            return stored
+    return await _convert(context, request, session, blob)
+
+
+def blob_length(blob: Arg) -> int:
+    return len(blob) if isinstance(blob, bytes) else blob.length
+
+
+def _received_in_place(
+    request: RowsRequest, session: Session, spec: LayerSpec, blob: RowsInbound
+) -> StoredRows | None:
+    """The run, when the guess at its layout was right."""
+    writer = blob.writer
+    if writer is None or request.encoding != _stored_encoding(spec, request.encoding):
+        return None
+    same_layout = writer.shape.head_major == request.head_major or spec.heads == 1
+    if not same_layout or writer.shape.spec != spec:
+        return None
+    _check_crc(request, writer.stream_crc)
+    return StoredRows(request, session, writer.shape, writer, blob.region)
+
+
+def _stored_encoding(spec: LayerSpec, encoding: str) -> str:
+    """The wire encodings whose bytes are the stored bytes."""
+    same = {"fp16": "F16", "fp32": "F32"}.get(spec.fmt)
+    return encoding if encoding in ("STORED", same) else "STORED"
+
+
+def _check_crc(request: RowsRequest, crc: int) -> None:
+    if request.crc is not None and request.crc != crc:
+        raise CommandError(f"{WHERE}: checksum of the blob is wrong")
+
+
+async def _convert(
+    context: Context, request: RowsRequest, session: Session, blob: Arg
+) -> StoredRows:
+    """Write the rows from memory or a spool into their place."""
+    store = context.store
+    spec = session.spec(request.layer)
+    dense = RunShape.dense(spec, request.rows, request.head_major)
+    if store.config.wal and dense.data_bytes < INLINE_BYTES:
+        buffer = bytearray(dense.file_bytes)
+        stored = StoredRows(request, session, dense, RunWriter(dense, buffer), None, buffer)
+    else:
+        shape = RunShape.spaced(spec, request.rows, request.head_major)
+        region = await store.reserve(group_of(request.sid), shape.file_bytes, len(spec.parts()))
+        stored = StoredRows(request, session, shape, RunWriter(shape, region), region)
+    source = _source(blob)
+    try:
+        if isinstance(blob, bytes):
+            _write(request, spec, source, stored.writer)
+        else:
+            await store.run(lambda: _write(request, spec, source, stored.writer))
+    except (CommandError, OSError) as error:
+        stored.finish(store)
+        raise disk_error(error) if isinstance(error, OSError) else error from None
+    return stored
+
+
+Source = Callable[[int, int], memoryview]
+
+
+def _source(blob: Arg) -> Source:
+    """A function that reads ``(offset, length)`` of the blob as it came."""
+    if isinstance(blob, (bytes, MemoryInbound)):
+        view = memoryview(blob) if isinstance(blob, bytes) else blob.view
+        return lambda offset, length: view[offset : offset + length]
+    if isinstance(blob, RowsInbound) and blob.spool is not None:
+        return blob.spool.read
+    if isinstance(blob, RowsInbound) and blob.region is not None and blob.writer is not None:
+        return _read_back(blob.region, blob.writer.shape)
+    raise CommandError("argument is too long")
+
+
+def _read_back(region: Region, shape: RunShape) -> Source:
+    """Reads a run that was received under a wrong guess, as the stream it came as."""
+    pieces = list(shape.pieces())
+
+    def read(offset: int, length: int) -> memoryview:
+        data = memoryview(bytearray(length))
+        at = done = 0
+        for piece in pieces:
+            first, last = max(offset, at), min(offset + length, at + piece.length)
+            if first < last:
+                begin = region.offset + piece.offset + first - at
+                pread_into(region.segment.file.fd, data[done : done + last - first], begin)
+                done += last - first
+            at += piece.length
+        return data
+
+    return read
+
+
+def _windows(total: int, unit: int) -> Iterator[tuple[int, int]]:
+    step = max(unit, WINDOW_BYTES - WINDOW_BYTES % unit)
+    for offset in range(0, total, step):
+        yield offset, min(step, total - offset)
+
+
+def _write(request: RowsRequest, spec: LayerSpec, read: Source, writer: RunWriter | None) -> None:
+    """Move every row; checks the sender's checksum on the way. May block."""
+    assert writer is not None
+    total = request.wire_bytes(spec)
+    crc = 0
+    stored = request.encoding == "STORED"
+    unit = writer.unit_bytes if stored else total // request.rows
+    for offset, length in _windows(total, unit):
+        window = read(offset, length)
+        if not stored:
+            crc = crc32c(window, crc) if request.crc is not None else 0
+            window = _encoded(request.encoding, spec, window, length // unit)
+        writer.write(window)
+    _check_crc(request, writer.stream_crc if stored else crc)
+
+
+def _encoded(encoding: str, spec: LayerSpec, window: memoryview, rows: int) -> memoryview:
+    """A window of float rows as wire rows of the layer's format."""
+    if encoding == "F16":
+        wire = f16_to(spec.format, np.frombuffer(window, np.uint8).reshape(rows, -1))
+    else:
+        wire = spec.format.encode(np.frombuffer(window, "<f4").reshape(rows, spec.width))
+    return as_bytes(wire)

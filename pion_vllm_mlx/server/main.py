@@ -1,0 +1,205 @@
+"""``pion-server``: start, listen, keep house, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pion_vllm_mlx import __version__
+from pion_vllm_mlx.config import EmbeddedDefaults, ServerEnvironment
+from pion_vllm_mlx.errors import CommandError, ConfigError, DataFolderBusy, PionError
+from pion_vllm_mlx.server import commands, options
+from pion_vllm_mlx.server.app import Connection
+from pion_vllm_mlx.server.folder import DataFolder
+from pion_vllm_mlx.server.inbound import WindowPool
+from pion_vllm_mlx.server.ledger import Ledger
+from pion_vllm_mlx.server.session import Server, ServerConfig
+from pion_vllm_mlx.server.store.files import DIRECTORY_MODE
+from pion_vllm_mlx.server.store.store import Store, StoreConfig
+
+log = logging.getLogger("pion_vllm_mlx.server")
+
+#: exit code when another process owns the data folder.
+EXIT_BUSY = 3
+#: a log past its size is saved away after so long without a write.
+QUIET_SECONDS = 2.0
+_TICK_SECONDS = 0.25
+
+
+def store_config(config: ServerConfig) -> StoreConfig:
+    """What of the server's configuration the store has to know."""
+    return StoreConfig(
+        config.folder,
+        wal=config.wal and not config.ephemeral,
+        wal_size=config.wal_size,
+        appendfsync=config.appendfsync,
+        max_sessions=config.max_sessions,
+        disk_budget=config.disk_budget,
+        salvage=config.repair or config.embedded,
+    )
+
+
+async def _listen(server: Server) -> list[asyncio.Server]:
+    """Bind TCP and, where wanted, the Unix socket. Raises OSError."""
+    config = server.config
+    loop = asyncio.get_running_loop()
+    tcp = await loop.create_server(
+        lambda: Connection(server), config.address, config.port, backlog=1024
+    )
+    listeners = [tcp]
+    server.port = tcp.sockets[0].getsockname()[1]
+    if config.unixsocket is not None:
+        config.unixsocket.unlink(missing_ok=True)
+        old = os.umask(0o177)
+        try:
+            listeners.append(
+                await loop.create_unix_server(
+                    lambda: Connection(server), str(config.unixsocket), backlog=1024
+                )
+            )
+        finally:
+            os.umask(old)
+    return listeners
+
+
+async def _housekeeping(server: Server) -> None:
+    """Once a tick: flush, save a long log in a quiet moment, close stalled connections."""
+    store, config = server.store, server.config
+    last_flush = time.monotonic()
+    while True:
+        await asyncio.sleep(_TICK_SECONDS)
+        now = time.monotonic()
+        if config.appendfsync == "everysec" and now - last_flush >= 1.0 and store.flush_soon():
+            last_flush = now
+            await _guarded("flushing", store.flush)
+        quiet = now - store.last_write >= QUIET_SECONDS
+        if quiet and store.vstore_wal.size + store.ssm_wal.size > store.config.wal_size:
+            await _guarded("saving", store.save)
+        for connection in list(server.connections.values()):
+            if connection.stalled(asyncio.get_running_loop().time()):
+                connection.abort()
+
+
+async def _guarded(what: str, work: Callable[[], Awaitable[None]]) -> None:
+    """A failing disk must not end housekeeping."""
+    try:
+        await work()
+    except (OSError, CommandError) as error:
+        log.error("%s failed: %s", what, error)
+
+
+async def _until_deserted(server: Server, defaults: EmbeddedDefaults) -> None:
+    """Return when an embedded server has had no client for its idle time."""
+    patience = defaults.first_client_seconds
+    lonely_since = time.monotonic()
+    while True:
+        await asyncio.sleep(_TICK_SECONDS)
+        if server.clients:
+            lonely_since = time.monotonic()
+            patience = defaults.idle_exit_seconds
+        elif time.monotonic() - lonely_since > patience:
+            return
+
+
+async def serve(config: ServerConfig, folder: DataFolder) -> None:
+    """Run until told to stop. Raises PionError or OSError when it cannot start."""
+    store = Store(store_config(config))
+    for note in store.replayed.notes:
+        log.warning("%s", note)
+    if store.replayed.vstore:
+        print(f"V-store WAL replayed: {store.replayed.vstore} records", flush=True)
+    if store.replayed.ssm:
+        print(f"SSM WAL replayed: {store.replayed.ssm} records", flush=True)
+    shutil.rmtree(config.folder / "pion-export", ignore_errors=True)
+    server = Server(config, store, Ledger(), WindowPool())
+    listeners = await _listen(server)
+    socket_path = str(config.unixsocket) if config.unixsocket else None
+    folder.publish_status(port=server.port, unixsocket=socket_path, version=__version__)
+    print(f"pion-server {__version__} ready on {config.address}:{server.port}", flush=True)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, server.stopping.set)
+    chores = [loop.create_task(_housekeeping(server))]
+    if config.embedded:
+        deserted = loop.create_task(_until_deserted(server, EmbeddedDefaults()))
+        deserted.add_done_callback(lambda task: server.stopping.set())
+        chores.append(deserted)
+    await server.stopping.wait()
+    await _stop(server, listeners, chores)
+
+
+async def _stop(
+    server: Server, listeners: list[asyncio.Server], chores: list[asyncio.Task[None]]
+) -> None:
+    """Stop listening, let running commands end, bring everything to disk."""
+    for listener in listeners:
+        listener.close()
+    if server.config.unixsocket is not None:
+        server.config.unixsocket.unlink(missing_ok=True)
+    for chore in chores:
+        chore.cancel()
+    await asyncio.gather(*chores, return_exceptions=True)
+    running = [c.running for c in server.connections.values() if c.running is not None]
+    if running:
+        await asyncio.wait(running, timeout=5)
+    for connection in list(server.connections.values()):
+        connection.close()
+    await asyncio.sleep(0)
+    await server.store.close()
+
+
+def _run(config: ServerConfig) -> None:
+    folder = DataFolder(config.folder)
+    work = serve(config, folder)
+    try:
+        try:
+            import uvloop
+        except ImportError:
+            asyncio.run(work)
+        else:
+            with contextlib.closing(uvloop.new_event_loop()) as loop:
+                asyncio.set_event_loop(loop)
+                loop.run_until_complete(work)
+    finally:
+        folder.close()
+
+
+def _ephemeral(config: ServerConfig) -> None:
+    """Run on a private folder that goes away with the process."""
+    with tempfile.TemporaryDirectory(prefix="pion-", ignore_cleanup_errors=True) as name:
+        Path(name).chmod(DIRECTORY_MODE)
+        _run(replace(config, folder=Path(name)))
+
+
+def main(argv: Sequence[str]) -> int:
+    """The command line; its exit code. 1: cannot start, 3: another process owns the folder."""
+    if any(word in ("-h", "--help") for word in argv):
+        print(options.usage())
+        return 0
+    if any(word in ("-v", "--version") for word in argv):
+        print(f"pion-server {__version__}")
+        return 0
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    assert commands.__all__
+    try:
+        config, notices = options.parse(argv, ServerEnvironment.from_environment())
+        for notice in notices:
+            print(notice, flush=True)
+        (_ephemeral if config.ephemeral else _run)(config)
+    except DataFolderBusy as error:
+        print(f"FATAL {error}", file=sys.stderr, flush=True)
+        return EXIT_BUSY
+    except (PionError, ConfigError, OSError) as error:
+        print(f"FATAL {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0

@@ -1,0 +1,201 @@
+"""The server's command line: every flag of the protocol, understood, accepted or refused."""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pion_vllm_mlx.config import EmbeddedDefaults, ServerEnvironment
+from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.server.session import ServerConfig
+
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20}
+_UNITS |= {"g": 1 << 30, "gb": 1 << 30, "t": 1 << 40, "tb": 1 << 40}
+
+
+def size(text: str) -> int:
+    """Bytes from ``123``, ``64mb``, ``2g``."""
+    digits = text.rstrip("bBkKmMgGtT")
+    unit = text[len(digits) :].lower()
+    if not digits.isascii() or not digits.isdigit() or unit not in _UNITS:
+        raise ValueError(f"'{text}' is not a size such as 512mb or 20g")
+    return int(digits) * _UNITS[unit]
+
+
+def _number(low: int, high: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not (text.isascii() and text.isdigit() and low <= int(text) <= high):
+            raise ValueError(f"'{text}' is not a number of {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def _address(text: str) -> str:
+    try:
+        return str(ipaddress.IPv4Address(text))
+    except ValueError:
+        raise ValueError(f"'{text}' is not a valid IPv4 address") from None
+
+
+def _choice(*allowed: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in allowed:
+            raise ValueError(f"'{text}' is not one of {', '.join(allowed)}")
+        return text
+
+    return parse
+
+
+def _password_file(text: str) -> str:
+    content = Path(text).read_text().removesuffix("\n")
+    if not content:
+        raise ValueError(f"password file {text} is empty")
+    return content
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag: its config field ('' = accepted, no effect), its parser (None = no value)."""
+
+    field: str = ""
+    parse: Callable[[str], Any] | None = None
+    value: Any = True
+    help: str = ""
+    metavar: str = ""
+
+
+def _text(text: str) -> str:
+    return text
+
+
+_FLAGS: dict[str, Flag] = {
+    "--port": Flag("port", _number(0, 65533), help="RESP port (default 1974, 0: any)", metavar="N"),
+    "--workers": Flag("workers", _number(1, 256), help="workers (1 for now)", metavar="N"),
+    "--independent-workers": Flag("independent", help="needed with more than one worker"),
+    "--kvcache": Flag("kvcache", help="serve KV.PREFIX.*, V.* and the attention commands"),
+    "--dir": Flag("folder", Path, help="data folder (default: the current one)", metavar="PATH"),
+    "--bind": Flag("bind", _address, help="IPv4 address to listen on", metavar="ADDR"),
+    "--unixsocket": Flag("unixsocket", Path, help="also listen on this socket", metavar="PATH"),
+    "--requirepass": Flag("password", _text, help="password of the server", metavar="PW"),
+    "--requirepass-file": Flag("password", _password_file, help="file with it", metavar="PATH"),
+    "--ns-prefix": Flag("ns_prefix", str.encode, help="namespaces start with this", metavar="S"),
+    "--no-wal": Flag("wal", value=False, help="no logs: only SAVE keeps anything"),
+    "--wal-size": Flag("wal_size_mb", _number(1, 1 << 20), help="MB before a SAVE", metavar="MB"),
+    "--wal-max-segments": Flag("", _number(0, 1 << 31)),
+    "--wal-full-policy": Flag("", _choice("refuse")),
+    "--appendfsync": Flag(
+        "appendfsync",
+        _choice("always", "everysec", "no"),
+        help="what a power cut may take",
+        metavar="always|everysec|no",
+    ),
+    "--max-sessions": Flag(
+        "max_sessions", _number(2, 1 << 24), help="sessions kept (256)", metavar="N"
+    ),
+    "--disk-budget": Flag("disk_budget", size, help="bytes on disk, 0: no limit", metavar="BYTES"),
+    "--repair": Flag("repair", help="salvage damaged state files"),
+    "--ephemeral": Flag("ephemeral", help="keep nothing past this process"),
+    "--embedded": Flag("embedded", help="end when the last client has left"),
+}
+_FLAGS |= {
+    name: Flag()
+    for name in (
+        *("--metal-attention", "--metal-attention-fp16", "--cuda-attention", "--no-auto-detect"),
+        *("--no-auto-embed", "--auto-embed", "--nle-embed", "--inference", "--flare"),
+        *("--emb-enabled", "--llm-enabled", "--no-crash-log", "--no-blob-tier", "--epoll"),
+        *("--iouring", "--sqpoll", "--xdp", "--huge-pages"),
+    )
+}
+_FLAGS |= {
+    name: Flag("", _text)
+    for name in (
+        *("--moe-cache", "--moe-cache-mib", "--crash-log", "--status-file", "--rss-warn-pct"),
+        *("--xdp-iface", "--io-threads", "--blob-threshold", "--lua-time-limit"),
+        *("--lua-memory-limit", "--fa-window"),
+    )
+}
+_FLAGS["--profile"] = Flag("", _choice("kv", "vector", "ai", "full"))
+_SHORT = {"-p": "--port", "-w": "--workers"}
+_NOTICE = ("--inference", "--flare", "--emb-enabled", "--llm-enabled", "--nle-embed")
+_NOT_YET: tuple[str, ...] = (
+    "--tenant",
+    "--maxmemory",
+    "--maxmemory-policy",
+    "--metrics-port",
+    "--attend-budget",
+)
+_NOT_YET += ("--tls-port", "--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file")
+
+
+def usage() -> str:
+    """The text of --help."""
+    lines = ["usage: pion-server [options]", ""]
+    for name, flag in _FLAGS.items():
+        if flag.help:
+            short = next((s + ", " for s, long in _SHORT.items() if long == name), "")
+            lines.append(f"  {short}{name} {flag.metavar}".ljust(44) + flag.help)
+    return "\n".join(lines)
+
+
+def _refusal(name: str) -> str:
+    if name.startswith("--cluster"):
+        return f"{name}: clusters are not supported; run one server per host"
+    if name in _NOT_YET:
+        return f"{name} is not supported by this version"
+    close = difflib.get_close_matches(name, list(_FLAGS), n=1)
+    hint = f", did you mean {close[0]}" if close else ""
+    return f"unknown flag {name}{hint}"
+
+
+def _values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Config fields given by flags, and notices to print. Raises ConfigError."""
+    fields: dict[str, Any] = {}
+    notices = []
+    words = iter(argv)
+    for word in words:
+        name, equals, attached = _SHORT.get(word, word).partition("=")
+        flag = _FLAGS.get(name)
+        if flag is None or (equals and flag.parse is None):
+            raise ConfigError(_refusal(name))
+        if name in _NOTICE:
+            notices.append(f"{name} has no effect in this server")
+        if flag.parse is None:
+            if flag.field:
+                fields[flag.field] = flag.value
+            continue
+        text = attached if equals else next(words, None)
+        if text is None:
+            raise ConfigError(f"{name} requires a value")
+        try:
+            value = flag.parse(text)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{name}: {error}") from None
+        if flag.field:
+            fields[flag.field] = value
+    return fields, notices
+
+
+def parse(argv: Sequence[str], environment: ServerEnvironment) -> tuple[ServerConfig, list[str]]:
+    """The configuration and notices of a command line. Raises ConfigError."""
+    fields, notices = _values(argv)
+    workers, independent = fields.pop("workers", 1), fields.pop("independent", False)
+    if workers > 1 and not independent:
+        raise ConfigError(f"-w {workers} needs --independent-workers")
+    if workers > 1:
+        raise ConfigError(f"-w {workers}: this version runs one worker")
+    if "wal_size_mb" in fields:
+        fields["wal_size"] = fields.pop("wal_size_mb") << 20
+    folder = fields.setdefault("folder", Path.cwd())
+    fields["folder"] = folder.expanduser().absolute()
+    fields.setdefault("password", environment.password or "")
+    fields.setdefault("export_dir", environment.export_dir)
+    if fields.get("embedded"):
+        defaults = EmbeddedDefaults()
+        fields.setdefault("max_sessions", defaults.max_sessions)
+        fields.setdefault("disk_budget", defaults.disk_budget_bytes(folder))
+    return ServerConfig(**fields), notices

@@ -1,0 +1,165 @@
+"""Replies too large to build: file ranges and rows converted on the way.
+
+A ``Stream`` is sent by threads straight to the connection's socket: file ranges
+with ``sendfile``, so that stored rows never enter this process. A thread never
+waits long for a slow reader; it gives the work back to the event loop.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from pion_vllm_mlx.server.store.files import FileHandle, pread_exactly
+from pion_vllm_mlx.server.store.index import InSegment, Place
+
+#: file ranges shorter than this are read and sent together with their neighbours.
+GATHER_BYTES = 64 << 10
+#: how long a thread waits for a reader before it gives the work back.
+PATIENCE_MS = 20
+
+
+class FileRange(NamedTuple):
+    """``length`` bytes of an open file."""
+
+    file: FileHandle
+    offset: int
+    length: int
+
+
+class Computed(NamedTuple):
+    """``length`` bytes that are made window by window on the sending thread."""
+
+    length: int
+    windows: Callable[[], Iterator[memoryview | bytes]]
+
+
+Chunk: TypeAlias = bytes | FileRange | Computed
+
+
+@dataclass
+class Stream:
+    """A reply in pieces. ``payload_bytes`` counts what bulk strings carry."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    payload_bytes: int = 0
+
+    def bulk(self, parts: list[Chunk]) -> None:
+        """Append one bulk string made of ``parts``."""
+        length = sum(chunk_length(part) for part in parts)
+        self.chunks.append(b"$%d\r\n" % length)
+        self.chunks += parts
+        self.chunks.append(b"\r\n")
+        self.payload_bytes += length
+
+
+def chunk_length(chunk: Chunk) -> int:
+    """Bytes a chunk puts on the wire."""
+    return len(chunk) if isinstance(chunk, bytes) else chunk.length
+
+
+def file_range(place: Place, offset: int, length: int) -> FileRange:
+    """A range counted from a place's first byte."""
+    file = place.segment.file if isinstance(place, InSegment) else place.file
+    return FileRange(file, place.offset + offset, length)
+
+
+class ReaderGone(Exception):
+    """The other side closed the connection while it was being sent to."""
+
+
+class Sender:
+    """Sends one stream over a non-blocking socket, in turns on a thread."""
+
+    def __init__(self, sock: socket.socket, stream: Stream) -> None:
+        self._sock = sock
+        self._steps = _steps(stream.chunks)
+        self._bytes: memoryview = memoryview(b"")
+        self._range: FileRange | None = None
+
+    def turn(self) -> bool:
+        """Send until done (True) or until the reader keeps us waiting (False).
+
+        Raises ReaderGone, or OSError when a file cannot be read.
+        """
+        while True:
+            if not self._bytes and self._range is None:
+                step = next(self._steps, None)
+                if step is None:
+                    return True
+                if isinstance(step, FileRange):
+                    self._range = step
+                else:
+                    self._bytes = memoryview(step).cast("B")
+            try:
+                self._send()
+            except BlockingIOError:
+                if not _writable(self._sock):
+                    return False
+            except (ConnectionError, TimeoutError) as error:
+                raise ReaderGone(str(error)) from error
+
+    def _send(self) -> None:
+        if self._range is None:
+            sent = self._sock.send(self._bytes)
+            self._bytes = self._bytes[sent:]
+            return
+        file, offset, length = self._range
+        sent = self._sendfile(file.fd, offset, length)
+        rest = FileRange(file, offset + sent, length - sent)
+        self._range = rest if rest.length else None
+
+    def _sendfile(self, fd: int, offset: int, length: int) -> int:
+        if sys.platform == "darwin" and self._sock.family == socket.AF_UNIX:
+            return self._copy(fd, offset, length)
+        try:
+            sent = os.sendfile(self._sock.fileno(), fd, offset, length)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+                return self._copy(fd, offset, length)
+            raise
+        if sent == 0:
+            raise OSError("a stored file is shorter than its index says")
+        return sent
+
+    def _copy(self, fd: int, offset: int, length: int) -> int:
+        return self._sock.send(pread_exactly(fd, min(length, 1 << 20), offset))
+
+
+def _writable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLOUT)
+    return bool(poll.poll(PATIENCE_MS))
+
+
+def _steps(chunks: list[Chunk]) -> Iterator[memoryview | bytes | FileRange]:
+    """The stream as sends: long file ranges as they are, everything short gathered."""
+    gathered = bytearray()
+    for chunk in chunks:
+        if isinstance(chunk, Computed):
+            if gathered:
+                yield bytes(gathered)
+                gathered.clear()
+            yield from chunk.windows()
+            continue
+        if isinstance(chunk, FileRange) and chunk.length >= GATHER_BYTES:
+            if gathered:
+                yield bytes(gathered)
+                gathered.clear()
+            yield chunk
+            continue
+        if isinstance(chunk, FileRange):
+            gathered += pread_exactly(chunk.file.fd, chunk.length, chunk.offset)
+        else:
+            gathered += chunk
+        if len(gathered) >= 4 * GATHER_BYTES:
+            yield bytes(gathered)
+            gathered.clear()
+    if gathered:
+        yield bytes(gathered)

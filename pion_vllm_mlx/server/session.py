@@ -1,0 +1,112 @@
+"""What a command handler gets to see: the server and the client it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pion_vllm_mlx.server.inbound import WindowPool
+from pion_vllm_mlx.server.ledger import Ledger
+from pion_vllm_mlx.server.store.state import State
+from pion_vllm_mlx.server.store.store import Store
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How a server runs; one field a flag. Sizes in bytes."""
+
+    folder: Path
+    port: int = 1974
+    bind: str = ""
+    unixsocket: Path | None = None
+    kvcache: bool = False
+    password: str = ""
+    ns_prefix: bytes = b""
+    wal: bool = True
+    wal_size: int = 64 << 20
+    appendfsync: str = "everysec"
+    max_sessions: int = 256
+    disk_budget: int = 0
+    repair: bool = False
+    ephemeral: bool = False
+    embedded: bool = False
+    export_dir: Path | None = None
+    max_connections: int = 10_000
+
+    @property
+    def address(self) -> str:
+        """Where TCP listeners bind: loopback unless there is a password or a choice."""
+        return self.bind or ("0.0.0.0" if self.password else "127.0.0.1")
+
+    def password_matches(self, given: bytes) -> bool:
+        return hmac.compare_digest(given, self.password.encode())
+
+
+@dataclass
+class Client:
+    """One connection as commands see it."""
+
+    client_id: int
+    address: str
+    local: bool
+    proto: int = 2
+    name: bytes = b""
+    lib_name: bytes = b""
+    lib_ver: bytes = b""
+    authenticated: bool = False
+    last_command: str = ""
+    close_after_reply: bool = False
+
+
+@dataclass(frozen=True)
+class Export:
+    """A file of V.EXPORT and the runs it was made from."""
+
+    path: Path
+    version: tuple[int, ...]
+
+
+@dataclass
+class Server:
+    """Everything that lives as long as the process."""
+
+    config: ServerConfig
+    store: Store
+    ledger: Ledger
+    pool: WindowPool
+    port: int = 0
+    clients: dict[int, Client] = field(default_factory=dict)
+    connections: dict[int, Any] = field(default_factory=dict)
+    prefill_ms: dict[bytes, int] = field(default_factory=dict)
+    exports: dict[tuple[bytes, ...], Export] = field(default_factory=dict)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    connections_total: int = 0
+    commands_total: int = 0
+    last_save: int = 0
+
+    def forget_exports(self, sids: Iterable[bytes]) -> None:
+        """Delete the exported files of sessions that change; who has one open keeps it."""
+        gone = set(sids)
+        for key in [key for key in self.exports if gone & set(key[:2])]:
+            self.exports.pop(key).path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
+class Context:
+    """One command's surroundings. ``when_room`` resumes a paused connection."""
+
+    server: Server
+    client: Client
+    when_room: Callable[[], None] = lambda: None
+
+    @property
+    def store(self) -> Store:
+        return self.server.store
+
+    @property
+    def state(self) -> State:
+        return self.server.store.state

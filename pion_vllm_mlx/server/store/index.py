@@ -1,0 +1,184 @@
+"""What the index of a store is made of: sessions, runs of rows, extents, states."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.formats import resolve
+from pion_vllm_mlx.server.store.segments import Segment
+from pion_vllm_mlx.server.store.shapes import LayerSpec, RunShape
+from pion_vllm_mlx.server.store.wal import Inline
+
+#: highest layer number of a session.
+MAX_LAYER = 1023
+KEY_SUFFIX, VALUE_SUFFIX = b"_pk", b"_pv"
+
+
+def group_of(sid: bytes) -> bytes:
+    """The segment group of a session: ``x`` for ``x_pk`` and ``x_pv``, else its own id."""
+    if sid.endswith((KEY_SUFFIX, VALUE_SUFFIX)):
+        return sid[: -len(KEY_SUFFIX)]
+    return sid
+
+
+class InSegment(NamedTuple):
+    """A run's or state's first byte in a segment."""
+
+    segment: Segment
+    offset: int
+
+
+Place = InSegment | Inline
+
+
+def place_fd(place: Place) -> int:
+    """The descriptor to read a place from."""
+    return place.segment.file.fd if isinstance(place, InSegment) else place.file.fd
+
+
+@dataclass
+class Run:
+    """Consecutive rows of one layer that were stored together.
+
+    ``live`` counts the extents that still show part of it.
+    """
+
+    run_id: int
+    start: int
+    shape: RunShape
+    place: Place
+    crc: int
+    sent_crc: int
+    verified: bool
+    live: int = 0
+
+
+class Extent(NamedTuple):
+    """Rows ``[start, end)`` of a layer: they are rows ``row …`` of ``run``."""
+
+    start: int
+    end: int
+    run: Run
+    row: int
+
+
+@dataclass
+class LayerRows:
+    """The rows of one layer: its spec, its token count and which run shows where."""
+
+    spec: LayerSpec
+    count: int = 0
+    extents: list[Extent] = field(default_factory=list)
+
+    def insert(self, run: Run) -> list[Run]:
+        """Lay a run over what is there; the runs of which nothing is left."""
+        start, end = run.start, run.start + run.shape.rows
+        kept: list[Extent] = []
+        touched: list[Run] = []
+        for old in self.extents:
+            if old.end <= start or old.start >= end:
+                kept.append(old)
+                continue
+            old.run.live -= 1
+            touched.append(old.run)
+            if old.start < start:
+                kept.append(Extent(old.start, start, old.run, old.row))
+                old.run.live += 1
+            if old.end > end:
+                kept.append(Extent(end, old.end, old.run, old.row + end - old.start))
+                old.run.live += 1
+        run.live = 1
+        bisect.insort(kept, Extent(start, end, run, 0), key=lambda extent: extent.start)
+        self.extents = kept
+        self.count = max(self.count, end)
+        return list({id(old): old for old in touched if old.live == 0}.values())
+
+    def covering(self, start: int, end: int) -> Iterator[Extent]:
+        """The extents that show rows of ``[start, end)``, clipped to it."""
+        for extent in self.extents:
+            first, last = max(extent.start, start), min(extent.end, end)
+            if first < last:
+                yield Extent(first, last, extent.run, extent.row + first - extent.start)
+
+    def runs(self) -> list[Run]:
+        """Every run that shows, in order of position, each once."""
+        return list({id(extent.run): extent.run for extent in self.extents}.values())
+
+    def live_rows(self) -> int:
+        return sum(extent.end - extent.start for extent in self.extents)
+
+
+@dataclass
+class StateBlob:
+    """A recurrent state: ``length`` opaque bytes."""
+
+    length: int
+    crc: int
+    place: Place
+    verified: bool
+
+
+@dataclass
+class Session:
+    """A V-store session: rows of one side, all layers.
+
+    ``expects_head_major`` is the layout in which its last rows came: a guess, used to
+    receive long rows straight into their place.
+    """
+
+    sid: bytes
+    slot: int
+    dim: int
+    requested: str
+    fmt: str
+    heads: int
+    specs: dict[int, LayerSpec]
+    accessed: int = 0
+    expects_head_major: bool = True
+    layers: dict[int, LayerRows] = field(default_factory=dict)
+
+    @property
+    def empty(self) -> bool:
+        return not self.layers
+
+    def spec(self, layer: int) -> LayerSpec:
+        """The layer's spec, stored or not. Raises CommandError for one it cannot have."""
+        if not 0 <= layer <= MAX_LAYER:
+            raise CommandError("layer out of range")
+        if layer in self.specs:
+            return self.specs[layer]
+        if layer in self.layers:
+            return self.layers[layer].spec
+        if self.dim == 0:
+            raise CommandError(f"layer {layer} has no dimension in the session's schema")
+        default = self.fmt if not self.specs else resolve("int8", self.dim).name
+        return LayerSpec(self.dim, default, self.heads)
+
+    def layer_count(self) -> int:
+        """Schema size, or highest stored layer + 1."""
+        return max([*self.specs, *self.layers], default=-1) + 1
+
+    def runs(self) -> Iterator[Run]:
+        for rows in self.layers.values():
+            yield from rows.runs()
+
+    @property
+    def published(self) -> bool:
+        """Whether every run lies in a sealed segment."""
+        places = [run.place for run in self.runs()]
+        return all(isinstance(place, InSegment) and place.segment.sealed for place in places)
+
+    def segments(self) -> list[Segment]:
+        """The segments its runs lie in, each once."""
+        places = [run.place for run in self.runs()]
+        return list(
+            {p.segment.name: p.segment for p in places if isinstance(p, InSegment)}.values()
+        )
+
+    def row_bytes(self) -> int:
+        """Bytes of all logical rows in their storage format."""
+        return sum(rows.live_rows() * rows.spec.row_bytes for rows in self.layers.values())

@@ -1,0 +1,198 @@
+"""Writing the rows of one run and reading them back.
+
+The *stream* of a run is its rows as they travel in the storage format, in the
+run's own layout: token after token, or head after head. A format of several
+parts splits the stream into one per part; each part's stream lies in the file in
+order, with the spare rows of a head-major run between its heads.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.errors import DamagedData
+from pion_vllm_mlx.formats import Part
+from pion_vllm_mlx.server.store.files import pread_into
+from pion_vllm_mlx.server.store.index import InSegment, LayerRows, Run, place_fd
+from pion_vllm_mlx.server.store.segments import Region
+from pion_vllm_mlx.server.store.shapes import RunShape
+
+#: bulk bytes move in windows of this size.
+WINDOW_BYTES = 4 << 20
+
+Bytes = NDArray[np.uint8]
+
+
+def as_bytes(array: NDArray[Any]) -> memoryview:
+    """The bytes of an array, without a copy where it is contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
+def combine_crcs(crcs: list[int]) -> int:
+    """One checksum for a run: its only part's, or the checksum of all parts' checksums."""
+    if len(crcs) == 1:
+        return crcs[0]
+    combined: int = crc32c(struct.pack(f"<{len(crcs)}I", *crcs))
+    return combined
+
+
+class _PartStream:
+    """Where the next bytes of one part go: consecutive data, with a gap behind every head."""
+
+    def __init__(self, part: Part, base: int, shape: RunShape) -> None:
+        heads = shape.spec.heads if shape.head_major else 1
+        self.base = base
+        self.block = shape.rows * part.bytes_per_row // heads
+        self.stride = shape.padded * part.bytes_per_row // heads
+        self.done = 0
+        self.crc = 0
+
+    def take(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+        """Split the next bytes into ``(offset in the run, bytes)``."""
+        self.crc = crc32c(data, self.crc)
+        while data:
+            head, at = divmod(self.done, self.block)
+            count = min(self.block - at, len(data))
+            yield self.base + head * self.stride + at, data[:count]
+            self.done += count
+            data = data[count:]
+
+
+class RunWriter:
+    """Takes the stream of a run, window by window, and puts it in its place.
+
+    The place is a region of a segment, or a buffer of ``shape.file_bytes`` bytes.
+    A window must hold whole rows (of a head, when head-major) for formats of several
+    parts. Not thread-safe; writing may block and raises OSError.
+    """
+
+    def __init__(self, shape: RunShape, target: Region | bytearray) -> None:
+        self.shape = shape
+        self.target = target
+        self.stream_crc = 0
+        self.written = 0
+        self._parts = [_PartStream(part, base, shape) for part, base in shape.part_offsets()]
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of one row, or of one head's share of it when head-major."""
+        row = self.shape.spec.row_bytes
+        return row // self.shape.spec.heads if self.shape.head_major else row
+
+    @property
+    def crc(self) -> int:
+        return combine_crcs([part.crc for part in self._parts])
+
+    def write(self, window: memoryview) -> None:
+        """Append ``window`` to the run's stream."""
+        self.stream_crc = crc32c(window, self.stream_crc)
+        self.written += len(window)
+        if len(self._parts) == 1:
+            self._put(self._parts[0], window)
+            return
+        rows = np.frombuffer(window, np.uint8).reshape(-1, self.unit_bytes)
+        for stream, part in zip(self._parts, self.shape.spec.format.split(rows), strict=True):
+            self._put(stream, as_bytes(part))
+
+    def _put(self, stream: _PartStream, data: memoryview) -> None:
+        for offset, piece in stream.take(data):
+            if isinstance(self.target, Region):
+                self.target.write(piece, offset)
+            else:
+                self.target[offset : offset + len(piece)] = piece
+
+
+def _read_part(run: Run, part: Part, base: int, first: int, last: int) -> Bytes:
+    """Rows ``[first, last)`` of one part, token-major ``[rows, bytes_per_row]``."""
+    fd, origin = place_fd(run.place), run.place.offset
+    shape = run.shape
+    heads = shape.spec.heads if shape.head_major else 1
+    data = np.empty((heads, last - first, part.bytes_per_row // heads), np.uint8)
+    for head, piece in enumerate(shape.part_pieces(part, base, first, last)):
+        pread_into(fd, as_bytes(data[head]), origin + piece.offset)
+    rows: Bytes = data.transpose(1, 0, 2).reshape(last - first, part.bytes_per_row)
+    return rows
+
+
+def read_rows(run: Run, first: int, last: int) -> Bytes:
+    """Rows ``[first, last)`` of a run as they travel: token-major ``[rows, row_bytes]``.
+
+    Reads the disk; raises OSError.
+    """
+    parts = [_read_part(run, part, base, first, last) for part, base in run.shape.part_offsets()]
+    return run.shape.spec.format.join(parts)
+
+
+def read_layer(rows: LayerRows, start: int, end: int) -> Bytes:
+    """Rows ``[start, end)`` of a layer, token-major, missing rows zero. Reads the disk."""
+    result = np.zeros((end - start, rows.spec.row_bytes), np.uint8)
+    for extent in rows.covering(start, end):
+        last = extent.row + extent.end - extent.start
+        result[extent.start - start : extent.end - start] = read_rows(extent.run, extent.row, last)
+    return result
+
+
+def _part_crc(run: Run, part: Part, base: int) -> int:
+    crc = 0
+    buffer = memoryview(bytearray(min(WINDOW_BYTES, max(1, run.shape.data_bytes))))
+    for piece in run.shape.part_pieces(part, base, 0, run.shape.rows):
+        at = 0
+        while at < piece.length:
+            view = buffer[: min(len(buffer), piece.length - at)]
+            pread_into(place_fd(run.place), view, run.place.offset + piece.offset + at)
+            crc = crc32c(view, crc)
+            at += len(view)
+    return crc
+
+
+def verify_run(run: Run) -> None:
+    """Check a run against its checksum, once. Reads the disk; raises DamagedData."""
+    if run.verified:
+        return
+    try:
+        crcs = [_part_crc(run, part, base) for part, base in run.shape.part_offsets()]
+    except OSError as error:
+        raise DamagedData(f"{where(run)}: {error}") from error
+    if combine_crcs(crcs) != run.crc:
+        raise DamagedData(f"{where(run)}: checksum of rows is wrong")
+    run.verified = True
+
+
+def where(run: Run) -> str:
+    """The file and offset of a run, for messages."""
+    place = run.place
+    name = place.segment.path.name if isinstance(place, InSegment) else place.file.path.name
+    return f"{name} at {place.offset}"
+
+
+def read_head(rows: LayerRows, head: int, start: int, end: int) -> Bytes:
+    """One head's share of rows ``[start, end)`` as it travels: ``[rows, row_bytes / H]``.
+
+    Missing rows are zero. Reads the disk.
+    """
+    spec = rows.spec
+    result = np.zeros((end - start, spec.row_bytes // spec.heads), np.uint8)
+    for extent in rows.covering(start, end):
+        last = extent.row + extent.end - extent.start
+        shape = extent.run.shape
+        fd, origin = place_fd(extent.run.place), extent.run.place.offset
+        parts = []
+        for part, base in shape.part_offsets():
+            share = part.bytes_per_row // spec.heads
+            if not shape.head_major:
+                whole = _read_part(extent.run, part, base, extent.row, last)
+                parts.append(whole[:, head * share : (head + 1) * share])
+                continue
+            data = np.empty((last - extent.row, share), np.uint8)
+            begin = origin + base + (head * shape.padded + extent.row) * share
+            pread_into(fd, as_bytes(data), begin)
+            parts.append(data)
+        joined = np.concatenate(parts, axis=1)
+        result[extent.start - start : extent.end - start] = joined
+    return result

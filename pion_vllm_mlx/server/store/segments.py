@@ -1,0 +1,254 @@
+"""Segments: the files that hold rows and long states, once.
+
+A segment belongs to one segment group. While it is open, rows are written at
+its end, behind a header whose space was reserved. Sealing fills the header, cuts
+the tail and publishes the file: from then on it is a safetensors file that never
+changes, only disappears. Dead bytes are named U8 tensors, since safetensors
+allows no gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from crc32c import crc32c
+
+from pion_vllm_mlx.server.store.files import (
+    DIRECTORY_MODE,
+    FileHandle,
+    flush,
+    flush_directory,
+    pread_exactly,
+    pwrite_all,
+)
+
+SUFFIX = ".safetensors"
+HEADER_RESERVE = 64 << 10
+SMALL_HEADER_RESERVE = 8 << 10
+#: bytes of header JSON to count for one tensor, its name and a filler beside it.
+TENSOR_HEADER_BYTES = 260
+MAX_SEGMENT_BYTES = 8 << 30
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One entry of a segment's header: ``length`` bytes at ``offset`` of the file."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    offset: int
+    length: int
+
+
+@dataclass
+class Segment:
+    """One segment file and what the server knows of it.
+
+    ``tail`` is where the next bytes go; ``writers`` counts regions handed out whose
+    writing has not ended; ``uses`` counts runs and states that live here.
+    """
+
+    name: str
+    group: bytes
+    file: FileHandle
+    data_start: int
+    tail: int
+    sealed: bool = False
+    closed: bool = False
+    size: int = 0
+    header_bytes: int = 0
+    header_crc: int = 0
+    header_verified: bool = True
+    writers: int = 0
+    uses: int = 0
+    tensors: int = 0
+    dirty: bool = False
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    def disk_bytes(self) -> int:
+        """Bytes the file occupies; holes do not count."""
+        return os.fstat(self.file.fd).st_blocks * 512 if self.file.fd >= 0 else 0
+
+    def has_room(self, nbytes: int, tensors: int) -> bool:
+        """Whether a run of ``nbytes`` in ``tensors`` parts still fits."""
+        header = (self.tensors + tensors + 1) * TENSOR_HEADER_BYTES
+        return (
+            not self.closed
+            and self.tail + nbytes <= MAX_SEGMENT_BYTES
+            and header <= self.data_start - _LENGTH.size
+        )
+
+
+@dataclass
+class Region:
+    """Bytes of an open segment that one writer fills: ``length`` of them at ``offset``."""
+
+    segment: Segment
+    offset: int
+    length: int
+    released: bool = False
+
+    def write(self, data: memoryview | bytes, at: int) -> None:
+        """Write ``data`` at ``at`` bytes into the region. May block on the disk."""
+        pwrite_all(self.segment.file.fd, data, self.offset + at)
+        self.segment.dirty = True
+
+    def release(self) -> None:
+        """The writer has ended, well or not."""
+        if not self.released:
+            self.released = True
+            self.segment.writers -= 1
+
+
+def header_bytes_for(tensors: int) -> int:
+    """Header space for a segment whose number of tensors is known, a multiple of 512."""
+    return -(-max(1024, tensors * TENSOR_HEADER_BYTES) // 512) * 512
+
+
+def _with_fillers(tensors: Iterable[Tensor], start: int, end: int) -> Iterator[Tensor]:
+    """The tensors in file order, every gap from ``start`` to ``end`` named."""
+    at = start
+    for tensor in sorted(tensors, key=lambda t: (t.offset, t.length)):
+        if tensor.offset > at:
+            gap = tensor.offset - at
+            yield Tensor(f"dead.{at}", "U8", [gap], at, gap)
+        yield tensor
+        at = tensor.offset + tensor.length
+    if end > at:
+        yield Tensor(f"dead.{at}", "U8", [end - at], at, end - at)
+
+
+def build_header(tensors: Iterable[Tensor], data_start: int, end: int) -> bytes:
+    """The safetensors header, padded so that data begins at ``data_start``.
+
+    Raises ValueError when it does not fit.
+    """
+    entries = {
+        tensor.name: {
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "data_offsets": [
+                tensor.offset - data_start,
+                tensor.offset + tensor.length - data_start,
+            ],
+        }
+        for tensor in _with_fillers(tensors, data_start, end)
+    }
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    room = data_start - _LENGTH.size
+    if len(text) > room:
+        raise ValueError(f"segment header of {len(text)} bytes does not fit {room}")
+    return _LENGTH.pack(room) + text.ljust(room)
+
+
+@dataclass
+class SegmentFolder:
+    """The folder of one worker's segments, the open one of every group, and the files in use."""
+
+    path: Path
+    segments: dict[str, Segment] = field(default_factory=dict)
+    open_of: dict[bytes, Segment] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        self.path.chmod(DIRECTORY_MODE)
+
+    def create(self, group: bytes, data_start: int) -> Segment:
+        """A new open segment of ``group``. Raises OSError."""
+        name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
+        file = FileHandle(self.path / (name + SUFFIX), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        segment = Segment(name, group, file, data_start, data_start)
+        self.segments[name] = segment
+        self.open_of[group] = segment
+        return segment
+
+    def reserve(self, group: bytes, nbytes: int, tensors: int) -> Region:
+        """Room for ``nbytes`` in the group's open segment, or in a new one. Raises OSError."""
+        segment = self.open_of.get(group)
+        if segment is None or not segment.has_room(nbytes, tensors):
+            if segment is not None:
+                segment.closed = True
+            small = nbytes < (256 << 10)
+            segment = self.create(group, SMALL_HEADER_RESERVE if small else HEADER_RESERVE)
+        region = Region(segment, segment.tail, nbytes)
+        segment.tail += nbytes
+        segment.tensors += tensors
+        segment.writers += 1
+        return region
+
+    def adopt(self, name: str, group: bytes) -> Segment:
+        """The segment a replayed record names: known, or opened from disk.
+
+        A file that is gone gives a segment that cannot be read: the log may drop its
+        rows further on, and if it does not, their session is damaged.
+        """
+        segment = self.segments.get(name)
+        if segment is None:
+            path = self.path / (name + SUFFIX)
+            try:
+                file = FileHandle(path, os.O_RDWR)
+            except FileNotFoundError:
+                file = FileHandle.missing(path)
+            segment = Segment(name, group, file, HEADER_RESERVE, 0, closed=True)
+            self.segments[name] = segment
+        segment.group = segment.group or group
+        return segment
+
+    def seal(self, segment: Segment, tensors: list[Tensor]) -> None:
+        """Fill the header and cut the tail; the caller logs it. May block; raises OSError."""
+        end = max((t.offset + t.length for t in tensors), default=segment.data_start)
+        header = build_header(tensors, segment.data_start, end)
+        pwrite_all(segment.file.fd, header, 0)
+        os.ftruncate(segment.file.fd, end)
+        segment.header_bytes = len(header)
+        segment.header_crc = crc32c(header)
+        segment.size = end
+
+    def verify_header(self, segment: Segment) -> bool:
+        """Whether a sealed file still has its size and header. Reads the disk."""
+        if not segment.header_verified:
+            try:
+                header = pread_exactly(segment.file.fd, segment.header_bytes, 0)
+            except OSError:
+                return False
+            good = crc32c(header) == segment.header_crc and segment.file.size() == segment.size
+            segment.header_verified = good
+        return segment.header_verified
+
+    def unlink(self, segment: Segment) -> None:
+        """Remove a file that holds nothing live; whoever has it open can go on reading."""
+        self.segments.pop(segment.name, None)
+        if self.open_of.get(segment.group) is segment:
+            del self.open_of[segment.group]
+        segment.closed = True
+        segment.path.unlink(missing_ok=True)
+
+    def remove_orphans(self) -> int:
+        """Delete files that no record names; how many there were."""
+        known = {name + SUFFIX for name in self.segments}
+        orphans = [p for p in self.path.iterdir() if p.name not in known]
+        for path in orphans:
+            path.unlink(missing_ok=True)
+        return len(orphans)
+
+    def flush(self, segments: Iterable[Segment]) -> None:
+        """Bring written segments to stable storage. May block."""
+        for segment in segments:
+            segment.dirty = False
+            flush(segment.file.fd)
+        flush_directory(self.path)
+
+    def dirty(self) -> list[Segment]:
+        return [segment for segment in self.segments.values() if segment.dirty]

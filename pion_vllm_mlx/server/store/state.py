@@ -1,0 +1,207 @@
+"""The state of a store and the one function that changes it.
+
+``State.apply`` is the only writer, live and on replay: it asks no clock, draws no
+random numbers and reads no file. Access order is the exception that is not
+logged: reads touch it, and a snapshot writes sessions in that order.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from pion_vllm_mlx.errors import DamagedData
+from pion_vllm_mlx.server.store import records
+from pion_vllm_mlx.server.store.index import (
+    KEY_SUFFIX,
+    VALUE_SUFFIX,
+    InSegment,
+    LayerRows,
+    Place,
+    Run,
+    Session,
+    StateBlob,
+    group_of,
+)
+from pion_vllm_mlx.server.store.segments import Segment
+from pion_vllm_mlx.server.store.shapes import LayerSpec, RunShape
+from pion_vllm_mlx.server.store.wal import Inline, Logged
+
+#: how many namespaces that went away are remembered, for EXPLAIN.
+_GONE = 4096
+
+
+@dataclass
+class State:
+    """Sessions by id, recurrent states by id and layer.
+
+    ``segment_of`` finds the segment a record names (raises OSError);
+    ``unused`` collects segments in which nothing lives any more, for the store to unlink.
+    """
+
+    segment_of: Callable[[str, bytes], Segment]
+    sessions: dict[bytes, Session] = field(default_factory=dict)
+    states: dict[bytes, dict[int, StateBlob]] = field(default_factory=dict)
+    gone: dict[bytes, tuple[str, int]] = field(default_factory=dict)
+    inline_runs: dict[int, Run] = field(default_factory=dict)
+    unused: list[Segment] = field(default_factory=list)
+    fresh: bool = True
+    _clock: int = 0
+    _free_slots: list[int] = field(default_factory=list)
+
+    def apply(self, logged: Logged) -> None:
+        """Carry out one record. Raises DamagedData when it does not fit the state."""
+        record = logged.record
+        match record:
+            case records.Create():
+                self._create(record)
+            case records.Rows():
+                self._rows(record, logged)
+            case records.Drop():
+                for sid in record.sids:
+                    self._drop(sid, record.reason, record.at)
+            case records.Seal():
+                self._seal(record)
+            case records.StoreState():
+                self._store_state(record, logged.place)
+            case records.DropStates():
+                for sid in record.sids:
+                    self._drop_states(sid, record.layer)
+            case _:
+                raise DamagedData(f"no effect for {type(record).__name__}")
+
+    def touch(self, session: Session) -> None:
+        """Make a session the most recently accessed one."""
+        self._clock += 1
+        session.accessed = self._clock
+
+    def touch_namespace(self, namespace: bytes) -> None:
+        for session in self.sides(namespace):
+            self.touch(session)
+
+    def sides(self, namespace: bytes) -> list[Session]:
+        """The K and V sessions of a namespace that exist."""
+        sids = (namespace + KEY_SUFFIX, namespace + VALUE_SUFFIX)
+        return [self.sessions[sid] for sid in sids if sid in self.sessions]
+
+    def by_access(self) -> list[Session]:
+        """Sessions, least recently accessed first."""
+        return sorted(self.sessions.values(), key=lambda session: session.accessed)
+
+    def namespaces(self) -> list[bytes]:
+        """Namespaces whose both sides live."""
+        return [
+            sid[: -len(KEY_SUFFIX)]
+            for sid in self.sessions
+            if sid.endswith(KEY_SUFFIX) and group_of(sid) + VALUE_SUFFIX in self.sessions
+        ]
+
+    def inline_groups(self) -> set[bytes]:
+        """Groups with runs that still ride in the log."""
+        inline = set(self.inline_runs)
+        return {
+            group_of(session.sid)
+            for session in self.sessions.values()
+            if any(run.run_id in inline for run in session.runs())
+        }
+
+    def move_inline_states(self, saved: Iterable[Logged]) -> None:
+        """Read short states from the snapshot that now holds them."""
+        for logged in saved:
+            record = logged.record
+            if isinstance(record, records.StoreState) and not record.segment and logged.place:
+                self.states[record.sid][record.layer].place = logged.place
+
+    def _create(self, record: records.Create) -> None:
+        self._drop(record.sid, "replaced", 0)
+        slot = heapq.heappop(self._free_slots) if self._free_slots else len(self.sessions)
+        specs = {layer: LayerSpec(*spec) for layer, spec in record.specs.items()}
+        session = Session(
+            record.sid, slot, record.dim, record.requested, record.fmt, record.heads, specs
+        )
+        self.sessions[record.sid] = session
+        self.gone.pop(group_of(record.sid), None)
+        self.touch(session)
+
+    def _rows(self, record: records.Rows, logged: Logged) -> None:
+        session = self.sessions.get(record.sid)
+        if session is None:
+            raise DamagedData(f"rows of unknown session {record.sid!r}")
+        spec = session.spec(record.layer)
+        shape = RunShape(spec, record.rows, record.head_major, record.padded)
+        place = self._place(record.segment, record.offset, group_of(record.sid), logged.place)
+        run = Run(logged.lsn, record.start, shape, place, record.crc, record.sent_crc, self.fresh)
+        if isinstance(place, Inline):
+            self.inline_runs[run.run_id] = run
+        layer = session.layers.setdefault(record.layer, LayerRows(spec))
+        for dead in layer.insert(run):
+            self._forget_run(dead)
+        self.touch(session)
+
+    def _place(self, name: str, offset: int, group: bytes, inline: Inline | None) -> Place:
+        if name:
+            segment = self.segment_of(name, group)
+            segment.uses += 1
+            return InSegment(segment, offset)
+        if inline is None:
+            raise DamagedData("a record without a place for its bytes")
+        return inline
+
+    def _leave(self, place: Place) -> None:
+        if isinstance(place, InSegment):
+            place.segment.uses -= 1
+            if place.segment.uses == 0:
+                self.unused.append(place.segment)
+
+    def _forget_run(self, run: Run) -> None:
+        self.inline_runs.pop(run.run_id, None)
+        self._leave(run.place)
+
+    def _drop(self, sid: bytes, reason: str, at: int) -> None:
+        session = self.sessions.pop(sid, None)
+        if session is None:
+            return
+        heapq.heappush(self._free_slots, session.slot)
+        for run in session.runs():
+            self._forget_run(run)
+        if reason != "replaced":
+            self._remember(group_of(sid), reason, at)
+
+    def _remember(self, namespace: bytes, reason: str, at: int) -> None:
+        self.gone.pop(namespace, None)
+        self.gone[namespace] = (reason, at)
+        if len(self.gone) > _GONE:
+            del self.gone[next(iter(self.gone))]
+
+    def _seal(self, record: records.Seal) -> None:
+        segment = self.segment_of(record.segment, b"")
+        segment.sealed = segment.closed = True
+        segment.size = record.size
+        segment.header_bytes = record.header_bytes
+        segment.header_crc = record.header_crc
+        segment.header_verified = self.fresh
+        for run_id, offset, padded in record.moves:
+            run = self.inline_runs.pop(run_id, None)
+            if run is not None:
+                segment.uses += 1
+                run.place = InSegment(segment, offset)
+                run.shape = RunShape(run.shape.spec, run.shape.rows, run.shape.head_major, padded)
+
+    def _store_state(self, record: records.StoreState, inline: Inline | None) -> None:
+        place = self._place(record.segment, record.offset, record.sid, inline)
+        layers = self.states.setdefault(record.sid, {})
+        old = layers.get(record.layer)
+        layers[record.layer] = StateBlob(record.length, record.crc, place, self.fresh)
+        if old is not None:
+            self._leave(old.place)
+
+    def _drop_states(self, sid: bytes, layer: int) -> None:
+        layers = self.states.get(sid, {})
+        chosen: Iterable[int] = list(layers) if layer < 0 else [layer]
+        for number in chosen:
+            blob = layers.pop(number, None)
+            if blob is not None:
+                self._leave(blob.place)
+        if not layers:
+            self.states.pop(sid, None)

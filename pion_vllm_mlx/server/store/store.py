@@ -1,0 +1,340 @@
+"""The store of one worker: everything that is durable, behind one object.
+
+Bulk bytes are written outside the write lock, into regions handed out by the
+event loop. Under the lock an effect is checked, logged and applied; nobody sees
+it before it is logged. Blocking calls run on the store's threads; the state
+belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from pion_vllm_mlx.errors import CommandError, DamagedData
+from pion_vllm_mlx.server.store import framing, snapshot
+from pion_vllm_mlx.server.store.eviction import (
+    EvictionPolicy,
+    LeastRecentlyUsed,
+    drop_namespace,
+    drop_session,
+)
+from pion_vllm_mlx.server.store.files import publish
+from pion_vllm_mlx.server.store.index import Run, Session, group_of
+from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
+from pion_vllm_mlx.server.store.recovery import Paths, Recovery
+from pion_vllm_mlx.server.store.rows import verify_run
+from pion_vllm_mlx.server.store.sealing import seal_group
+from pion_vllm_mlx.server.store.segments import Region, Segment
+
+T = TypeVar("T")
+
+#: rows and states below this ride in the log.
+INLINE_BYTES = 64 << 10
+#: what a disk budget always leaves free.
+RESERVED_FREE_BYTES = 5 << 30
+#: how long sealing waits for stores that are under way.
+SEAL_WAIT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class StoreConfig:
+    """Where a store lives and what limits it. Sizes in bytes, 0 = no limit."""
+
+    folder: Path
+    worker: int = 0
+    wal: bool = True
+    wal_size: int = 64 << 20
+    appendfsync: str = "everysec"
+    max_sessions: int = 256
+    disk_budget: int = 0
+    salvage: bool = False
+
+
+@dataclass
+class Counters:
+    """What happened since the start."""
+
+    evictions: int = 0
+    damaged: int = 0
+    fetches: int = 0
+    bytes_stored: int = 0
+
+
+@dataclass
+class Replayed:
+    """How the last start went."""
+
+    vstore: int = 0
+    ssm: int = 0
+    notes: list[str] = field(default_factory=list)
+
+
+class Store:
+    """See the module's docstring. Created and used on one event loop."""
+
+    def __init__(self, config: StoreConfig, policy: EvictionPolicy | None = None) -> None:
+        """Recover the folder's content. Blocks; raises DamagedData, NewerFormat, OSError."""
+        self.config = config
+        self.policy = policy or LeastRecentlyUsed()
+        self.paths = Paths(config.folder, config.worker)
+        found = Recovery(self.paths, config.wal, config.salvage).run()
+        self.state = found.state
+        self.segments = found.folder
+        self.vstore_wal = found.vstore_wal
+        self.ssm_wal = found.ssm_wal
+        self.replayed = Replayed(found.vstore_replayed, found.ssm_replayed, found.notes)
+        self.counters = Counters(damaged=found.damaged)
+        self.last_write = time.monotonic()
+        self._lock = asyncio.Lock()
+        self.io = ThreadPoolExecutor(4, thread_name_prefix="store-io")
+        self._log_thread = ThreadPoolExecutor(1, thread_name_prefix="store-log")
+        if found.salvaged and config.wal:
+            self._save_files(None)
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run blocking ``work`` off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.io, work)
+
+    # -- effects ---------------------------------------------------------------
+
+    async def commit(self, build: Callable[[], Sequence[Record]]) -> None:
+        """Check and log one command's effects, then apply them.
+
+        ``build`` runs under the write lock, on the event loop, and may refuse by raising
+        CommandError; then nothing happens.
+        """
+        async with self._lock:
+            await self._log(list(build()))
+
+    async def _log(self, effects: Sequence[Record]) -> None:
+        if not effects:
+            return
+        loop = asyncio.get_running_loop()
+        # states first: without its completion record a prefix is no hit
+        for wal, name in ((self.ssm_wal, "ssm"), (self.vstore_wal, "vstore")):
+            mine = [effect for effect in effects if effect.log == name]
+            if not mine:
+                continue
+            logged = await loop.run_in_executor(self._log_thread, wal.append, mine)
+            for entry in logged:
+                self.state.apply(entry)
+        self.last_write = time.monotonic()
+        self.discard_unused()
+        if self.config.appendfsync == "always":
+            await loop.run_in_executor(self._log_thread, self._flush)
+
+    def discard_unused(self) -> None:
+        """Unlink segments in which nothing lives and nobody writes."""
+        waiting = []
+        for segment in self.state.unused:
+            if segment.uses or segment.name not in self.segments.segments:
+                continue
+            if segment.writers:
+                waiting.append(segment)
+            else:
+                self.segments.unlink(segment)
+        self.state.unused = waiting
+
+    def flush_soon(self) -> bool:
+        """Whether something written is not yet on stable storage."""
+        return self.vstore_wal.dirty or self.ssm_wal.dirty or bool(self.segments.dirty())
+
+    def _flush(self) -> None:
+        self.segments.flush(self.segments.dirty())
+        self.vstore_wal.flush()
+        self.ssm_wal.flush()
+
+    async def flush(self) -> None:
+        """Segments, then logs, to stable storage: everything acknowledged so far."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self.io, self._flush)
+
+    # -- room ------------------------------------------------------------------
+
+    async def make_room(self, nbytes: int) -> None:
+        """Evict until ``nbytes`` more fit the disk budget. Raises CommandError if they cannot."""
+        if not self.config.disk_budget or self._fits(nbytes):
+            return
+        async with self._lock:
+            while not self._fits(nbytes):
+                victim = next(self.policy.victims(self.state), None)
+                if victim is None:
+                    raise CommandError("the disk budget does not allow this store")
+                self.counters.evictions += 1
+                group = group_of(victim.sid)
+                gone = drop_session(self.state, victim, "evicted", int(time.time()))
+                if group != victim.sid:
+                    gone = drop_namespace(self.state, group, "evicted", int(time.time()))
+                await self._log(gone)
+
+    def _fits(self, nbytes: int) -> bool:
+        free = shutil.disk_usage(self.config.folder).free
+        return (
+            self.disk_bytes() + nbytes <= self.config.disk_budget
+            and free - nbytes >= RESERVED_FREE_BYTES
+        )
+
+    def disk_bytes(self) -> int:
+        """Bytes of the segment files on disk."""
+        return sum(segment.disk_bytes() for segment in self.segments.segments.values())
+
+    def evict_for_session(self, arriving: int) -> list[Record]:
+        """Effects that free session slots for ``arriving`` new sessions."""
+        effects: list[Record] = []
+        excess = len(self.state.sessions) + arriving - self.config.max_sessions
+        for _, victim in zip(range(excess), self.policy.victims(self.state), strict=False):
+            self.counters.evictions += 1
+            effects += drop_session(self.state, victim, "evicted", int(time.time()))
+        return effects
+
+    async def reserve(self, group: bytes, nbytes: int, tensors: int) -> Region:
+        """Room in a segment of the group. Raises CommandError when the disk is full."""
+        await self.make_room(nbytes)
+        return self.reserve_now(group, nbytes, tensors)
+
+    def reserve_now(self, group: bytes, nbytes: int, tensors: int) -> Region:
+        """As ``reserve``, without looking at the budget."""
+        try:
+            return self.segments.reserve(group, nbytes, tensors)
+        except OSError as error:
+            raise disk_error(error) from error
+
+    def release(self, region: Region) -> None:
+        """The region's writer has ended; drop the file if nothing came of it."""
+        region.release()
+        if region.segment.uses == 0 and region.segment.writers == 0:
+            self.state.unused.append(region.segment)
+            self.discard_unused()
+
+    # -- sealing and saving ----------------------------------------------------
+
+    async def seal(self, group: bytes) -> None:
+        """Publish everything a group holds. Raises CommandError when it cannot."""
+        await self._wait_for_writers([s for s in self._unsealed() if s.group == group])
+        async with self._lock:
+            await self._seal(group)
+
+    def _unsealed(self) -> list[Segment]:
+        return [s for s in self.segments.segments.values() if not s.sealed]
+
+    async def _wait_for_writers(self, segments: list[Segment]) -> None:
+        deadline = time.monotonic() + SEAL_WAIT_SECONDS
+        for segment in segments:
+            segment.closed = True
+        while any(s.writers for s in segments) and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+
+    async def _seal(self, group: bytes) -> None:
+        try:
+            seals = await self.run(lambda: seal_group(self.state, self.segments, group))
+        except (OSError, ValueError) as error:
+            raise CommandError(f"sealing failed: {error}") from error
+        await self._log(seals)
+
+    async def save(self, path: Path | None = None) -> None:
+        """Seal, write both snapshots (and a portable copy at ``path``), truncate the logs.
+
+        Blocks only writes. Raises CommandError; then the previous snapshots and logs stand.
+        """
+        await self._wait_for_writers(self._unsealed())
+        async with self._lock:
+            groups = {segment.group for segment in self._unsealed()} | self.state.inline_groups()
+            for group in sorted(groups):
+                await self._seal(group)
+            try:
+                await self.run(lambda: self._save_files(path))
+            except OSError as error:
+                raise CommandError(f"KV.PREFIX.SAVE failed: {error}") from error
+
+    def _save_files(self, path: Path | None) -> None:
+        self.segments.flush(self.segments.dirty())
+        vstore_lsn, ssm_lsn = self.vstore_wal.next_lsn - 1, self.ssm_wal.next_lsn - 1
+        if path is not None:
+            snapshot.write_portable(path, self.state, vstore_lsn)
+        content = snapshot.vstore_records(self.state)
+        publish(self.paths.vstore, snapshot.chunks(framing.VSTORE_SNAPSHOT, vstore_lsn, content))
+        states = snapshot.ssm_records(self.state)
+        publish(self.paths.ssm, snapshot.chunks(framing.SSM_SNAPSHOT, ssm_lsn, states))
+        self._repoint_states()
+        self.vstore_wal.truncate()
+        self.ssm_wal.truncate()
+
+    def _repoint_states(self) -> None:
+        """Short states now lie in the snapshot: read them there, let the old log go."""
+        loaded = snapshot.load(self.paths.ssm, framing.SSM_SNAPSHOT)
+        assert loaded is not None
+        self.state.move_inline_states(loaded[1])
+
+    def nothing_to_save(self) -> bool:
+        """No rows, no states, empty logs, no snapshot."""
+        return not (
+            self.state.sessions
+            or self.state.states
+            or self.vstore_wal.size
+            or self.ssm_wal.size
+            or self.paths.vstore.exists()
+        )
+
+    # -- damage ----------------------------------------------------------------
+
+    async def verified(self, sessions: Sequence[Session]) -> bool:
+        """Check every run of the sessions that was not checked since the start.
+
+        A session that does not verify is dropped, with its namespace, and counted.
+        """
+        runs = [run for session in sessions for run in session.runs() if not run.verified]
+        segments = [segment for session in sessions for segment in session.segments()]
+        unseen = [s for s in segments if s.sealed and not s.header_verified]
+        if not runs and not unseen:
+            return True
+        try:
+            await self.run(lambda: self._verify(runs, unseen))
+        except DamagedData as error:
+            await self.drop_damaged([session.sid for session in sessions], str(error))
+            return False
+        return True
+
+    def _verify(self, runs: Sequence[Run], segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            if not self.segments.verify_header(segment):
+                raise DamagedData(f"{segment.path.name}: header checksum is wrong")
+        for run in runs:
+            verify_run(run)
+
+    async def drop_damaged(self, sids: Sequence[bytes], why: str) -> None:
+        """Drop sessions that do not verify: whole namespaces, counted and remembered."""
+        now = int(time.time())
+
+        def build() -> list[Record]:
+            live = tuple(sid for sid in sids if sid in self.state.sessions)
+            self.counters.damaged += len(live)
+            effects: list[Record] = [Drop(live, f"damaged: {why}", now)] if live else []
+            for group in dict.fromkeys(group_of(sid) for sid in sids):
+                gone = drop_namespace(self.state, group, f"damaged: {why}", now)
+                effects += [effect for effect in gone if isinstance(effect, DropStates)]
+            return effects
+
+        await self.commit(build)
+
+    async def close(self) -> None:
+        """Flush and let the threads end."""
+        async with self._lock:
+            await self.flush()
+        self._log_thread.shutdown()
+        self.io.shutdown()
+
+
+def disk_error(error: OSError) -> CommandError:
+    """What a client is told when the disk refuses."""
+    return CommandError(f"the disk refused the store: {error.strerror or os.strerror(28)}")
+
+
+__all__ = ["INLINE_BYTES", "Counters", "Store", "StoreConfig", "disk_error"]

@@ -1,0 +1,115 @@
+"""The write-ahead log of one worker's store: append, truncate, flush.
+
+One record reaches the file with one ``write`` before its command is answered,
+so a killed process loses nothing it acknowledged. A failed append is cut off
+again: the file never holds half a record in its middle.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.store import framing
+from pion_vllm_mlx.server.store.files import (
+    FILE_MODE,
+    FileHandle,
+    flush,
+    flush_directory,
+    pwrite_all,
+)
+from pion_vllm_mlx.server.store.records import Record
+
+
+class Inline(NamedTuple):
+    """Bytes inside a log or snapshot file."""
+
+    file: FileHandle
+    offset: int
+
+
+class Logged(NamedTuple):
+    """A record with its sequence number and the place of its inline bytes."""
+
+    lsn: int
+    record: Record
+    place: Inline | None
+
+
+class Wal:
+    """An append-only log. Not thread-safe: the store's write lock is held around it."""
+
+    def __init__(self, path: Path, magic: bytes, next_lsn: int, enabled: bool) -> None:
+        self.path = path
+        self.magic = magic
+        self.next_lsn = next_lsn
+        self.enabled = enabled
+        self.appended = 0
+        self.dirty = False
+        self._broken = ""
+        self._file = FileHandle(path, os.O_RDWR | os.O_CREAT) if enabled else None
+        self.size = self._file.size() if self._file else 0
+
+    def append(self, records: Sequence[Record]) -> list[Logged]:
+        """Write the records in one piece and say where they went. May block on the disk.
+
+        Raises CommandError when the disk refuses; nothing is logged then.
+        """
+        if self._file is None:
+            logged = [Logged(self.next_lsn + i, record, None) for i, record in enumerate(records)]
+            self.next_lsn += len(records)
+            return logged
+        if self._broken:
+            raise CommandError(f"the log is not writable: {self._broken}")
+        data = bytearray(b"" if self.size else framing.header(self.magic))
+        logged = []
+        for index, record in enumerate(records):
+            payload = record.payload()
+            inline = record.inline
+            lsn = self.next_lsn + index
+            data += framing.frame(lsn, record.op, payload)
+            place = Inline(self._file, self.size + len(data) - len(inline)) if inline else None
+            logged.append(Logged(lsn, record, place))
+        self._write(bytes(data))
+        self.next_lsn += len(records)
+        self.appended += len(records)
+        return logged
+
+    def _write(self, data: bytes) -> None:
+        assert self._file is not None
+        try:
+            pwrite_all(self._file.fd, data, self.size)
+        except OSError as error:
+            try:
+                os.ftruncate(self._file.fd, self.size)
+            except OSError as second:
+                self._broken = str(second)
+            raise CommandError(f"the log could not be written: {error.strerror}") from error
+        self.size += len(data)
+        self.dirty = True
+
+    def flush(self) -> None:
+        """Bring what was appended to stable storage."""
+        file = self._file
+        if file is not None and self.dirty:
+            self.dirty = False
+            flush(file.fd)
+
+    def truncate(self) -> None:
+        """Forget every record: an empty file takes this one's place.
+
+        Readers of inline bytes keep the old file. Sequence numbers go on counting.
+        """
+        self.appended = 0
+        if self._file is None:
+            return
+        empty = self.path.with_name(self.path.name + ".new")
+        os.close(os.open(empty, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE))
+        os.replace(empty, self.path)
+        self._file = FileHandle(self.path, os.O_RDWR)
+        self.size = 0
+        self._broken = ""
+        flush_directory(self.path.parent)
