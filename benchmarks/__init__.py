@@ -1,0 +1,1 @@
+"""Measurements; no part of the package."""

@@ -1,0 +1,1 @@
+"""One script a published figure: ``python -m benchmarks.reproducers.NAME``."""

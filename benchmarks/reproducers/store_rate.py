@@ -1,0 +1,170 @@
+"""Storing a prefix, acknowledged, against ``write(2)``; and what it costs on disk.
+
+1. Every layer stored by pipelined V.STOREBATCH under ``--appendfsync everysec``, until all
+   are acknowledged, against ``write(2)`` of the same sizes into new files in the same
+   folder. Neither side waits for the disk; what was written goes away between two runs.
+2. Bytes that the server hands to the file system, and bytes its files occupy after sealing,
+   over bytes stored: for the same prefix, and for 20 turns of 64 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from pion_vllm_mlx.cache.connection import RespConnection
+
+from .common import (
+    Process,
+    alternate,
+    arguments,
+    check,
+    fresh_folder,
+    paired_ratio,
+    pion_server,
+    rates,
+    report,
+)
+from .prefix import SIDES, Bytes, Shape, register, store
+
+TURNS, TURN_TOKENS = 20, 64
+
+
+def write_files(folder: Path, shape: Shape, layers: Sequence[Bytes]) -> float:
+    """Seconds that ``write(2)`` takes for one file a layer and side; they are removed."""
+    names = [folder / f"w{number}" for number in range(2 * shape.layers)]
+    started = time.perf_counter()
+    for number, name in enumerate(names):
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        view = layers[number % len(layers)].data
+        while view:
+            view = view[os.write(fd, view) :]
+        os.close(fd)
+    took = time.perf_counter() - started
+    for name in names:
+        name.unlink()
+    return took
+
+
+def timed_store(
+    connection: RespConnection, names: Iterator[int], shape: Shape, layers: Sequence[Bytes]
+) -> float:
+    """Seconds from the first command to the last acknowledgement; the prefix is dropped."""
+    namespace = f"r{next(names)}"
+    started = time.perf_counter()
+    register(connection, namespace, shape)
+    store(connection, namespace, shape, layers)
+    took = time.perf_counter() - started
+    connection.command("KV.PREFIX.DROP", namespace)
+    return took
+
+
+def rate(pion: Process, folder: Path, shape: Shape, pairs: int) -> dict[str, Any]:
+    """Figure 1 for one prefix."""
+    layers = [shape.random_layer(number) for number in range(2)]
+    names = count()
+    with pion.connect() as connection:
+        seconds = alternate(
+            {
+                "write": lambda: write_files(folder, shape, layers),
+                "pion": lambda: timed_store(connection, names, shape, layers),
+            },
+            pairs,
+            # what the other side left to be written back does not count against this one
+            between=os.sync,
+        )
+    ratio = paired_ratio(seconds["write"], seconds["pion"])
+    return {
+        "bytes": shape.total_bytes,
+        **{f"{name}_gb_s": rates(shape.total_bytes, s) for name, s in seconds.items()},
+        "throughput_ratio": ratio,
+        **check(ratio["median"], 0.4, at_least=True),
+    }
+
+
+def written_bytes(pid: int) -> dict[str, int]:
+    """What a process handed to write calls, and what it made the file system write."""
+    lines = Path(f"/proc/{pid}/io").read_text().split("\n")
+    fields = dict(line.split(": ") for line in lines if line)
+    return {"wchar": int(fields["wchar"]), "write_bytes": int(fields["write_bytes"])}
+
+
+def occupied_bytes(folder: Path) -> int:
+    """Bytes that all files of a folder occupy; holes do not count."""
+    return sum(p.stat().st_blocks * 512 for p in folder.rglob("*") if p.is_file())
+
+
+def disk_cost(pion: Process, stored_bytes: int, before: dict[str, int]) -> dict[str, Any]:
+    """Write calls, written bytes and occupied bytes over bytes stored, after sealing."""
+    os.sync()
+    after = written_bytes(pion.pid)
+    ratios = {name: (after[name] - before[name]) / stored_bytes for name in after}
+    ratios["occupied"] = occupied_bytes(pion.folder / "data") / stored_bytes
+    return {
+        "bytes": stored_bytes,
+        **{name: round(value, 3) for name, value in ratios.items()},
+        **check(max(ratios.values()), 1.2, at_least=False),
+    }
+
+
+def whole_prefix(folder: Path, shape: Shape) -> dict[str, Any]:
+    """Figure 2 for a prefix stored at once."""
+    with pion_server(folder) as pion, pion.connect() as connection:
+        before = written_bytes(pion.pid)
+        register(connection, "whole", shape)
+        store(connection, "whole", shape, [shape.random_layer()])
+        connection.command("KV.PREFIX.MAP", "whole")
+        return disk_cost(pion, shape.total_bytes, before)
+
+
+def conversation(folder: Path, shape: Shape) -> dict[str, Any]:
+    """Figure 2 for 20 turns of 64 tokens; every turn is acknowledged before the next."""
+    rows = shape.random_layer()
+    with pion_server(folder) as pion, pion.connect() as connection:
+        before = written_bytes(pion.pid)
+        register(connection, "turns", shape)
+        for turn in range(TURNS):
+            connection.pipeline(
+                [
+                    [
+                        *("V.STOREBATCH", "turns" + side, layer, turn * shape.tokens),
+                        *(shape.tokens, rows, "FMT", "STORED", "LAYOUT", "HND"),
+                    ]
+                    for side in SIDES
+                    for layer in range(shape.layers)
+                ]
+            )
+        connection.command("KV.PREFIX.MAP", "turns")
+        return {"turns": TURNS, **disk_cost(pion, TURNS * shape.total_bytes, before)}
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    figures: dict[str, Any] = {}
+    with pion_server(folder / "pion", "--appendfsync", "everysec") as pion:
+        for tokens in options.tokens:
+            shape = replace(Shape(), tokens=tokens)
+            figures[f"N={tokens}"] = rate(pion, folder, shape, options.pairs)
+    for tokens in options.tokens:
+        shape = replace(Shape(), tokens=tokens)
+        figures[f"disk N={tokens}"] = whole_prefix(folder / f"whole{tokens}", shape)
+    turns = replace(Shape(), tokens=TURN_TOKENS)
+    figures["disk 20 turns of 64"] = conversation(folder / "turns", turns)
+    report("store_rate", options, figures)
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 4100])
+    options = parser.parse_args()
+    with fresh_folder(options.dir) as folder:
+        measure(options, folder)
+
+
+if __name__ == "__main__":
+    main()
