@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ..errors import ConfigError, DeadlineExceeded, ProtocolError, StoreUnavailable
 from ..wire.resp import Reply, ReplyParser
 
+_ALIGNMENT = 64
 _IOV_BUFFERS = 64
 _UNIX_SEND_BUFFER_BYTES = 1 << 20
 
@@ -157,7 +158,7 @@ class Sink:
     def open(self, length: int) -> memoryview:
         """The buffer of the item that is being read; raises ProtocolError if none fits."""
         if self.buffers is None:
-            return np.empty(length, np.uint8).data
+            return aligned_bytes(length)
         index = self.parser.item_index if self.parser is not None else 0
         if index >= len(self.buffers):
             raise ProtocolError(f"answered more than {len(self.buffers)} items")
@@ -174,6 +175,17 @@ class Sink:
             item is None or item.nbytes == len(buffer)
             for item, buffer in zip(items, self.buffers, strict=True)
         )
+
+
+def aligned_bytes(length: int) -> memoryview:
+    """Fresh memory that starts at a multiple of 64.
+
+    The kernel's copy out of a socket runs at about half its speed where source and
+    destination differ modulo 16, and a server sends from aligned places of files.
+    """
+    memory = np.empty(length + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + length].data
 
 
 def writable(buffer: Buffer) -> memoryview:

@@ -191,6 +191,8 @@ def test_a_large_value_goes_and_comes_back(redis: RespConnection) -> None:
     (fresh,) = redis.fetch_into(["GET", "rows"])
     assert fresh is not None
     assert (fresh.view(np.float32).reshape(rows.shape) == rows).all()
+    assert fresh.ctypes.data % 64 == 0
+    assert fresh.flags.writeable
 
 
 def test_items_are_received_into_the_buffers_given(redis: RespConnection) -> None:
