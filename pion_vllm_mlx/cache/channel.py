@@ -17,8 +17,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError, DeadlineExceeded, ProtocolError, StoreUnavailable
-from ..wire.resp import Reply, ReplyParser
+from pion_vllm_mlx.errors import ConfigError, DeadlineExceeded, ProtocolError, StoreUnavailable
+from pion_vllm_mlx.wire.resp import Reply, ReplyParser
 
 _ALIGNMENT = 64
 _IOV_BUFFERS = 64

@@ -21,9 +21,9 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CommandError, DeadlineExceeded, ProtocolError, StoreUnavailable
-from ..wire.resp import INLINE_BULK_BYTES, Part, Reply, allocate, request_buffers
-from .channel import Address, Buffer, Channel, Sink, writable
+from pion_vllm_mlx.cache.channel import Address, Buffer, Channel, Sink, writable
+from pion_vllm_mlx.errors import CommandError, DeadlineExceeded, ProtocolError, StoreUnavailable
+from pion_vllm_mlx.wire.resp import INLINE_BULK_BYTES, Part, Reply, allocate, request_buffers
 
 __all__ = ["Address", "Buffer", "RespConnection"]
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from .base import Format, Part, UnknownFormat
-from .bf16 import Bf16
-from .convert import f16_to, to_f16, transpose_rows
-from .fp16 import Fp16
-from .fp32 import Fp32
-from .int8 import Int8
-from .mlx4g32 import Mlx4G32
-from .raw import Raw
+from pion_vllm_mlx.formats.base import Format, Part, UnknownFormat
+from pion_vllm_mlx.formats.bf16 import Bf16
+from pion_vllm_mlx.formats.convert import f16_to, to_f16, transpose_rows
+from pion_vllm_mlx.formats.fp16 import Fp16
+from pion_vllm_mlx.formats.fp32 import Fp32
+from pion_vllm_mlx.formats.int8 import Int8
+from pion_vllm_mlx.formats.mlx4g32 import Mlx4G32
+from pion_vllm_mlx.formats.raw import Raw
 
 __all__ = [
     "FORMATS",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from .base import Bytes, Floats, Format, Part
+from pion_vllm_mlx.formats.base import Bytes, Floats, Format, Part
 
 _EXPONENT = np.uint32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CommandError
-from .base import Bytes, Format, Part
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.formats.base import Bytes, Format, Part
 
 
 def f16_to(target: Format, rows: Bytes) -> Bytes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .base import Bytes, Floats, Format, Part
+from pion_vllm_mlx.formats.base import Bytes, Floats, Format, Part
 
 
 class Fp32(Format):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .base import Bytes, Floats, Format, Part, row_range
+from pion_vllm_mlx.formats.base import Bytes, Floats, Format, Part, row_range
 
 _HEADER = 8
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import CommandError
-from .base import Bytes, Floats, Format, Part, row_range
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.formats.base import Bytes, Floats, Format, Part, row_range
 
 _GROUP = 32
 _CODE_BYTES = _GROUP // 2

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ..errors import CommandError
-from .base import Bytes, Floats, Format, Part
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.formats.base import Bytes, Floats, Format, Part
 
 
 class Raw(Format):

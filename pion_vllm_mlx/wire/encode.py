@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from ..errors import CommandError
+from pion_vllm_mlx.errors import CommandError
 
 CRLF = b"\r\n"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..errors import ProtocolError
+from pion_vllm_mlx.errors import ProtocolError
 
 _BLANK = b" \t\n\r\x0b\x0c\x00"
 _QUOTES = b"\"'"

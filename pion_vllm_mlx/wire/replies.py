@@ -12,8 +12,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from ..errors import CommandError, ProtocolError, from_wire
-from .encode import Map, Set, Simple
+from pion_vllm_mlx.errors import CommandError, ProtocolError, from_wire
+from pion_vllm_mlx.wire.encode import Map, Set, Simple
 
 _KIB = 1024
 INLINE_BULK_BYTES = 32 * _KIB

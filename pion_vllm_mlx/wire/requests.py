@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from ..errors import ProtocolError
-from .inline import split_inline
+from pion_vllm_mlx.errors import ProtocolError
+from pion_vllm_mlx.wire.inline import split_inline
 
 _KIB = 1024
 _BASE_CAPACITY = 16 * _KIB

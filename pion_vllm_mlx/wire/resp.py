@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from .encode import (
+from pion_vllm_mlx.wire.encode import (
     CRLF,
     Map,
     Set,
@@ -30,10 +30,17 @@ from .encode import (
     set_header,
     simple,
 )
-from .inline import split_inline
-from .outgoing import Part, request_buffers
-from .replies import INLINE_BULK_BYTES, OpenReplyBulk, Push, Reply, ReplyParser, allocate
-from .requests import (
+from pion_vllm_mlx.wire.inline import split_inline
+from pion_vllm_mlx.wire.outgoing import Part, request_buffers
+from pion_vllm_mlx.wire.replies import (
+    INLINE_BULK_BYTES,
+    OpenReplyBulk,
+    Push,
+    Reply,
+    ReplyParser,
+    allocate,
+)
+from pion_vllm_mlx.wire.requests import (
     Arg,
     BulkTarget,
     DiscardBulk,
