@@ -160,13 +160,16 @@ class Store:
     # -- room ------------------------------------------------------------------
 
     async def make_room(self, nbytes: int) -> None:
-        """Evict until ``nbytes`` more fit the disk budget. Raises CommandError if they cannot."""
-        if not self.config.disk_budget or self._fits(nbytes):
+        """Evict until ``nbytes`` more fit the disk budget.
+
+        Raises CommandError, and evicts nothing, when even an empty store would not do.
+        """
+        if not self.config.disk_budget or self._excess(nbytes) <= 0:
             return
         async with self._lock:
-            while not self._fits(nbytes):
+            while (excess := self._excess(nbytes)) > 0:
                 victim = next(self.policy.victims(self.state), None)
-                if victim is None:
+                if victim is None or excess > self.disk_bytes():
                     raise CommandError("the disk budget does not allow this store")
                 self.counters.evictions += 1
                 group = group_of(victim.sid)
@@ -175,11 +178,11 @@ class Store:
                     gone = drop_namespace(self.state, group, "evicted", int(time.time()))
                 await self._log(gone)
 
-    def _fits(self, nbytes: int) -> bool:
+    def _excess(self, nbytes: int) -> int:
+        """Bytes that have to go before ``nbytes`` more fit; not positive when they fit."""
         free = shutil.disk_usage(self.config.folder).free
-        return (
-            self.disk_bytes() + nbytes <= self.config.disk_budget
-            and free - nbytes >= RESERVED_FREE_BYTES
+        return nbytes + max(
+            self.disk_bytes() - self.config.disk_budget, RESERVED_FREE_BYTES - free
         )
 
     def disk_bytes(self) -> int:
