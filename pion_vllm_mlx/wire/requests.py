@@ -127,12 +127,12 @@ class RequestParser:
     @property
     def in_bulk(self) -> bool:
         """Whether a long bulk string is half received."""
-        return self._target is not None
+        return self._target is not None and self.error is None
 
     @property
     def mid_command(self) -> bool:
         """Whether a command is half received."""
-        return self._args_left > 0 or self._start < self._end
+        return self.error is None and (self._args_left > 0 or self._start < self._end)
 
     @property
     def args_so_far(self) -> list[Arg]:
@@ -140,7 +140,11 @@ class RequestParser:
         return self._args
 
     def abandon(self) -> list[Arg]:
-        """Give up the half received command: its arguments, the open target included."""
+        """Give up the half received command: its arguments, the open target included.
+
+        After an error these are what the refused bytes had opened: what the targets
+        hold has to be given back.
+        """
         args = self._args if self._target is None else [*self._args, self._target]
         self._args, self._args_left, self._target = [], 0, None
         return args
@@ -176,7 +180,6 @@ class RequestParser:
         except ProtocolError as error:
             self.error = error
             self._start = self._end = 0
-            self._args, self._args_left, self._target = [], 0, None
 
     # -- the parse buffer ---------------------------------------------------
 

@@ -263,3 +263,14 @@ def test_half_a_command_is_known_as_such() -> None:
         feed(parser, request(b"SET", b"k", b"v" * 20)[:cut])
         assert parser.mid_command, cut
         assert not parser.commands
+
+
+@pytest.mark.parametrize("rest", [b"", b"z" * 10, b"z" * 20, b"z" * 20 + b"no CRLF"])
+def test_what_a_half_received_command_holds_can_be_given_back(rest: bytes) -> None:
+    parser = small_parser()
+    feed(parser, b"*3\r\n$3\r\nSET\r\n$20\r\n" + b"y" * 20 + b"\r\n$20\r\n" + rest)
+    assert (parser.error is not None) == (len(rest) > 20)
+    command, *targets = parser.abandon()
+    assert command == b"SET"
+    assert [type(target) for target in targets] == [MemoryBulk, MemoryBulk]
+    assert parser.abandon() == []
