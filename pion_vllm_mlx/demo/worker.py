@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from mlx_lm import load
-from mlx_lm.models.cache import make_prompt_cache
 
+from pion_vllm_mlx.cache.completion import token_ids
 from pion_vllm_mlx.cache.prefill import prefill
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from pion_vllm_mlx.demo.answers import Answer, answer, first_difference, same_bits
@@ -131,8 +131,7 @@ class Worker:
     def _answer_unstored(self, ids: list[int]) -> Answer:
         """The answer behind a cache that was never stored, cut where the stored one is cut."""
         if self._unstored is None:
-            self._unstored = make_prompt_cache(self.model)
-            prefill(self.model, self.prefix, self._unstored)
+            self._unstored = prefill(self.model, token_ids(self.prefix)).cache
         return answer(self.model, ids, self.job.num_tokens, copy.deepcopy(self._unstored))
 
 
