@@ -1,0 +1,248 @@
+"""The ways rows travel from the store: mapped files, all layers at once, run by run.
+
+A lane gives, for every run of the completion record, an array of exactly those rows
+(spare rows behind them allowed), evaluated and proved to belong to the record:
+
+* mapped: the server names the files of a namespace; each tensor must carry the run's
+  checksum, which the server has verified since it started. ``verify="always"`` reads
+  the rows again.
+* stored, range: the bytes crossed a socket: their checksum is computed here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from crc32c import crc32c
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.cache.completion import CompletionRecord, Run
+from pion_vllm_mlx.cache.lanes_codec import decode_rows, decode_tensors, run_bytes
+from pion_vllm_mlx.cache.leaf import Side, as_stored_bytes
+from pion_vllm_mlx.cache.slots_state import StateArrays, decode_state
+from pion_vllm_mlx.cache.store_client import StoreClient, missing
+from pion_vllm_mlx.errors import DamagedData, PionError, StoreUnavailable
+
+MAPPED, STORED, RANGE, IN_PROCESS = "mapped", "stored", "range", "in-process"
+
+LANE_ERRORS = (PionError, OSError, RuntimeError, ValueError)
+"""What a lane may fail with; MLX raises RuntimeError and ValueError for bad files."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A prefix that was proved to be the right one, and where to get it."""
+
+    namespace: str
+    record: CompletionRecord
+    mapping: Mapping[str, Any] | None
+    verify_always: bool = False
+
+    def leaf(self, run: Run) -> dict[str, Any]:
+        try:
+            return self.record.leaves[run.layer]
+        except IndexError:
+            raise DamagedData(f"completion record: no leaf {run.layer}") from None
+
+    def num_bytes(self) -> int:
+        """Bytes of all rows and states in their storage format."""
+        rows = sum(run_bytes(self.leaf(run), run) for run in self.record.runs)
+        return rows + sum(state.length for state in self.record.states)
+
+
+RunArrays = list[tuple[Run, mx.array]]
+
+
+def load_mapped(client: StoreClient, wanted: Wanted) -> RunArrays:
+    """Rows out of the server's files: lazy loads, evaluated together."""
+    if wanted.mapping is None:
+        raise StoreUnavailable("the server names no files")
+    try:
+        tensors = _Files(wanted.mapping)
+        arrays = [(run, tensors.rows(run, wanted.leaf(run))) for run in wanted.record.runs]
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise StoreUnavailable(f"KV.PREFIX.MAP answered something else: {error!r}") from error
+    mx.eval([array for _, array in arrays])
+    if wanted.verify_always:
+        _verify_mapped(tensors, wanted)
+    return arrays
+
+
+def load_stored(client: StoreClient, wanted: Wanted) -> RunArrays:
+    """All layers of a side in one round trip, in the storage format.
+
+    Where every layer has the same rows in one run that is a BATCH; for windows beside full
+    layers it is one RANGE a run, sent together.
+    """
+    arrays: RunArrays = []
+    for side in ("k", "v"):
+        runs = [run for run in wanted.record.runs if run.side == side]
+        if not runs:
+            continue
+        total = sum(run_bytes(wanted.leaf(run), run) for run in runs)
+        if _uniform(runs):
+            end, layers = runs[0].rows, max(run.layer for run in runs) + 1
+            found = client.fetch_batch(wanted.namespace, side, end, layers, total)
+            if len(found) != layers:
+                raise StoreUnavailable("the server answered another number of layers")
+            blobs = [found[run.layer] for run in runs]
+        else:
+            blobs = client.fetch_ranges(wanted.namespace, runs, total)
+        arrays += [_verified(blob, run, wanted) for blob, run in zip(blobs, runs, strict=True)]
+    return arrays
+
+
+def _uniform(runs: list[Run]) -> bool:
+    """Whether BATCH gives the rows of all the runs, head-major, one item a layer."""
+    end = runs[0].rows
+    alike = all((run.start, run.rows, run.layout) == (0, end, "HND") for run in runs)
+    return alike and len({run.layer for run in runs}) == len(runs)
+
+
+def load_range(client: StoreClient, wanted: Wanted) -> RunArrays:
+    """Run by run: for caches whose layers differ, and where BATCH failed."""
+    arrays: RunArrays = []
+    for run in wanted.record.runs:
+        size = run_bytes(wanted.leaf(run), run)
+        arrays.append(_verified(client.fetch_range(wanted.namespace, run, size), run, wanted))
+    return arrays
+
+
+Lane = Callable[[StoreClient, Wanted], RunArrays]
+
+LANES: dict[str, Lane] = {MAPPED: load_mapped, STORED: load_stored, RANGE: load_range}
+"""In the order in which they are tried."""
+
+
+def load_states(client: StoreClient, wanted: Wanted) -> dict[int, StateArrays]:
+    """The recurrent slots, each verified against the completion record."""
+    states = {}
+    for state in wanted.record.states:
+        blob = client.fetch_state(wanted.namespace, state.slot, state.length)
+        if blob is None:
+            raise missing(f"linear-half state was lost: slot {state.slot}")
+        if blob.nbytes != state.length or crc32c(blob.data) != state.crc:
+            raise DamagedData(f"recurrent state of slot {state.slot}: checksum does not match")
+        states[state.slot] = decode_state(blob.data)
+    return states
+
+
+class RowSource:
+    """Answers ``rebuild``'s questions for rows out of the arrays of a lane."""
+
+    def __init__(self, arrays: RunArrays, dtypes: Mapping[tuple[int, Side], mx.Dtype]) -> None:
+        self._runs: dict[tuple[int, str], RunArrays] = {}
+        self._dtypes = dtypes
+        for run, array in arrays:
+            self._runs.setdefault((run.layer, run.side), []).append((run, array))
+
+    def fetch(self, layer: int, side: Side, start: int, end: int) -> mx.array:
+        """``[H, n_pad, D]`` in the cache's dtype; several runs are joined."""
+        pieces: list[mx.array] = []
+        at = start
+        for run, array in sorted(self._runs.get((layer, side), []), key=_run_start):
+            last = run.start + run.rows
+            if not run.start <= at < min(last, end):
+                continue
+            if (run.start, last) != (start, end):  # else its spare rows are welcome
+                array = array[:, at - run.start : min(last, end) - run.start, :]
+            pieces.append(array)
+            at = min(last, end)
+        if at < end:
+            raise missing(f"leaf {layer} {side}: row {at}")
+        rows = pieces[0] if len(pieces) == 1 else mx.concatenate(pieces, axis=1)
+        wanted = self._dtypes.get((layer, side))
+        if wanted is None or rows.dtype in (wanted, mx.uint8):
+            return rows
+        return rows.astype(wanted)
+
+
+def _run_start(pair: tuple[Run, mx.array]) -> int:
+    return pair[0].start
+
+
+def _verified(blob: NDArray[np.uint8] | None, run: Run, wanted: Wanted) -> tuple[Run, mx.array]:
+    if blob is None:
+        raise missing(f"leaf {run.layer} {run.side}")
+    if crc32c(blob.data) != run.crc:
+        raise DamagedData(f"leaf {run.layer} {run.side}: checksum of its rows does not match")
+    array = decode_rows(blob, run, wanted.leaf(run))
+    mx.eval(array)
+    return run, array
+
+
+class _Files:
+    """The tensors that KV.PREFIX.MAP names, found by run."""
+
+    def __init__(self, mapping: Mapping[str, Any]) -> None:
+        self._tensors: dict[tuple[int, str, int, int], tuple[str, dict[str, Any]]] = {}
+        self._arrays: dict[str, dict[str, mx.array]] = {}
+        self._sizes: dict[str, int] = {}
+        for segment in mapping["segments"]:
+            self._sizes[segment["path"]] = segment["size"]
+            for tensor in segment["tensors"]:
+                place = (tensor["layer"], tensor["side"], tensor["start"], tensor["end"])
+                self._tensors[place] = (segment["path"], tensor)
+
+    def parts(self, run: Run) -> tuple[list[mx.array], int]:
+        """The lazy tensors of a run, and its first row in them."""
+        place = (run.layer, run.side, run.start, run.start + run.rows)
+        if place not in self._tensors:
+            raise missing(f"leaf {run.layer} {run.side}: the run from token {run.start} on")
+        path, tensor = self._tensors[place]
+        stored = (tensor["format"], tensor["layout"], tensor["crc32c"])
+        if stored != (run.format, run.layout, run.crc):
+            raise DamagedData(f"leaf {run.layer} {run.side}: rows of another store lie there")
+        arrays = self._open(path)
+        names = [f"{tensor['name']}{suffix}" for suffix in (".w", ".s", ".b")]
+        if tensor["name"] in arrays:
+            names = [tensor["name"]]
+        return [arrays[name] for name in names], int(tensor["row"])
+
+    def rows(self, run: Run, leaf: dict[str, Any]) -> mx.array:
+        """``[H, n_pad, D]`` lazily, beginning with the first row of the run."""
+        tensors, first = self.parts(run)
+        heads = int(leaf["heads"])
+        array = decode_tensors(tensors, run, heads)
+        if first:
+            array = array[:, first:, :]
+        if array.shape[0] != heads or array.shape[1] < run.rows:
+            raise StoreUnavailable(f"leaf {run.layer} {run.side}: a tensor of another shape")
+        return array
+
+    def _open(self, path: str) -> dict[str, mx.array]:
+        if path not in self._arrays:
+            size = os.stat(path).st_size
+            if size != self._sizes[path]:
+                raise StoreUnavailable(f"{path} has {size} bytes instead of {self._sizes[path]}")
+            loaded = mx.load(path, format="safetensors")
+            if not isinstance(loaded, dict):
+                raise StoreUnavailable(f"{path} holds no tensors")
+            self._arrays[path] = loaded
+        return self._arrays[path]
+
+
+def _verify_mapped(files: _Files, wanted: Wanted) -> None:
+    """Hashes the rows themselves again, in the order in which they were sent."""
+    for run in wanted.record.runs:
+        tensors, first = files.parts(run)
+        if crc32c(_wire_rows(tensors, run, first)) != run.crc:
+            raise DamagedData(f"leaf {run.layer} {run.side}: checksum of its rows does not match")
+
+
+def _wire_rows(tensors: Iterable[mx.array], run: Run, first: int) -> Any:
+    last = first + run.rows
+    if run.layout == "HND":
+        cut = [tensor[:, first:last, :] for tensor in tensors]
+    else:
+        cut = [tensor[first:last, :] for tensor in tensors]
+    rows = [
+        np.frombuffer(as_stored_bytes(part), np.uint8).reshape(-1, part.shape[-1] * part.itemsize)
+        for part in cut
+    ]
+    return np.ascontiguousarray(rows[0] if len(rows) == 1 else np.concatenate(rows, axis=1))

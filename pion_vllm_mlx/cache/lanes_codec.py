@@ -1,0 +1,102 @@
+"""Rows between MLX arrays and the bytes of a storage format.
+
+Float formats keep their bits and stay in MLX; a quantized format goes through its
+codec, head-major where the format can be cut at heads, else token-major.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.cache.completion import Run
+from pion_vllm_mlx.cache.leaf import LeafRows, LeafSpec, Side, as_stored_bytes
+from pion_vllm_mlx.errors import DamagedData
+from pion_vllm_mlx.formats import get_format, resolve
+
+FLOAT_DTYPES = {"bf16": mx.bfloat16, "fp16": mx.float16, "fp32": mx.float32}
+
+
+def stored_as(leaf: LeafSpec, vquant: str | None) -> LeafSpec:
+    """The leaf in the storage format that was asked for; opaque leaves stay as they are."""
+    if vquant is None or leaf.format not in FLOAT_DTYPES:
+        return leaf
+    kinds = {resolve(vquant, width).name for width in (leaf.k_width, leaf.v_width) if width}
+    # A leaf has one format: a width that the blocks do not fit decides for both sides.
+    return replace(leaf, format=kinds.pop() if len(kinds) == 1 else "int8")
+
+
+def layout_of(leaf: LeafSpec, side: Side) -> str:
+    """``HND`` where the format can be cut at heads, else ``NHD`` (token-major)."""
+    return "HND" if get_format(leaf.format).head_major(leaf.width(side), leaf.heads) else "NHD"
+
+
+def run_bytes(leaf: dict[str, Any], run: Run) -> int:
+    """How many bytes the rows of a run have, from the leaf's JSON."""
+    return run.rows * get_format(run.format).row_bytes(int(leaf[run.side]))
+
+
+def encode_rows(rows: LeafRows, leaf: LeafSpec) -> Any:
+    """The bytes of ``rows`` in the leaf's format and layout. Evaluates."""
+    dtype = FLOAT_DTYPES.get(leaf.format)
+    if dtype is not None:
+        array = rows.array if rows.array.dtype == dtype else rows.array.astype(dtype)
+        return as_stored_bytes(array)
+    if leaf.format.startswith("raw:"):
+        return as_stored_bytes(rows.array)
+    values = rows.array[0].astype(mx.float32)
+    row_values = values.shape[2]
+    if layout_of(leaf, rows.side) == "NHD":
+        values, row_values = values.transpose(1, 0, 2), leaf.width(rows.side)
+    table = np.array(mx.contiguous(values)).reshape(-1, row_values)
+    return get_format(leaf.format).encode(table).reshape(-1)
+
+
+def decode_rows(blob: NDArray[np.uint8], run: Run, leaf: dict[str, Any]) -> mx.array:
+    """``[H, rows, D]`` of a run's bytes: the stored dtype, float32 of a quantized format,
+    bytes of an opaque one. Raises DamagedData for another number of bytes.
+    """
+    heads, width = int(leaf["heads"]), int(leaf[run.side])
+    if blob.nbytes != run_bytes(leaf, run):
+        raise DamagedData(f"leaf {run.layer} {run.side}: {blob.nbytes} bytes, another number")
+    dtype = FLOAT_DTYPES.get(run.format)
+    if dtype is not None:
+        words = mx.array(blob.view(np.uint32 if dtype == mx.float32 else np.uint16))
+        return _head_major(words.view(dtype), run, heads)
+    if run.format.startswith("raw:"):
+        return _head_major(mx.array(blob), run, heads)
+    dim = width // heads if run.layout == "HND" else width
+    row_bytes = get_format(run.format).row_bytes(dim)
+    values = get_format(run.format).decode(blob.reshape(-1, row_bytes))
+    return _head_major(mx.array(values).reshape(-1), run, heads)
+
+
+def _head_major(flat: mx.array, run: Run, heads: int) -> mx.array:
+    if run.layout == "HND":
+        return flat.reshape(heads, run.rows, -1)
+    return flat.reshape(run.rows, heads, -1).transpose(1, 0, 2)
+
+
+def decode_tensors(tensors: list[mx.array], run: Run, heads: int) -> mx.array:
+    """``[H, n_pad, D]`` of the tensors of a run in a file; spare rows stay where they can.
+
+    ``tensors`` are ``[H, n_pad, D]`` or ``[n, W]``; three of them for mlx4g32.
+    """
+    head_major = run.layout == "HND"
+    if len(tensors) == 3:
+        codes, scales, biases = tensors
+        values = mx.dequantize(
+            codes, scales.astype(mx.float32), biases.astype(mx.float32), group_size=32, bits=4
+        )
+    elif run.format in FLOAT_DTYPES or run.format.startswith("raw:"):
+        (values,) = tensors
+    else:
+        table = np.array(tensors[0])
+        values = mx.array(get_format(run.format).decode(table.reshape(table.shape[0], -1)))
+    if head_major:
+        return values
+    return values.reshape(values.shape[0], heads, -1).transpose(1, 0, 2)

@@ -1,0 +1,209 @@
+"""PionPromptCache: a filled mlx-lm cache for a prefix, from wherever it already is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from pion_vllm_mlx import config
+from pion_vllm_mlx.cache import identity_names
+from pion_vllm_mlx.cache.completion import token_ids
+from pion_vllm_mlx.cache.connection import Address, RespConnection
+from pion_vllm_mlx.cache.prompt_cache_stats import Counters
+from pion_vllm_mlx.cache.store_client import StoreClient
+from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, Place, parse_url
+from pion_vllm_mlx.errors import ConfigError, PionError, UnsupportedCache
+from pion_vllm_mlx.formats import get_format
+
+if TYPE_CHECKING:
+    from pion_vllm_mlx.cache.prompt_cache_engine import Engine
+
+_VERIFY = (None, "always")
+
+
+class PionPromptCache:
+    """Prefixes of one model, shared through a store.
+
+    ``get_or_prefill`` returns an ordinary mlx-lm cache list of batch size 1, filled with
+    the prefix, for ``mlx_lm.generate(..., prompt_cache=cache)``. It is the caller's own:
+    generating with it changes nothing that is stored.
+
+    The store never fails a call: when it is absent, slow, full or wrong, the prefix is
+    prefilled locally, one warning is logged, and ``stats`` counts it.
+
+    Calls are serialised by a lock; several threads may share an object, as far as MLX
+    lets them share the model. Reading the weights for the key takes about a second for
+    2 GB on a CPU; the constructor does it, unless there is no model.
+    """
+
+    def __init__(  # noqa: PLR0913  (the published signature, in its order)
+        self,
+        model: Any = None,
+        vquant: str | None = None,
+        host: str = config.DEFAULT_HOST,
+        port: int = config.DEFAULT_PORT,
+        stage2: bool = False,
+        admission_threshold: int = 1,
+        boundary_protect: int = 0,
+        prefill_chunk_size: int | None = None,
+        softmax_bitexact: bool = False,
+        strict: bool = False,
+        *,
+        url: str | None = None,
+        password: str | None = None,
+        deadline_seconds: float = 2.0,
+        key_parts: Mapping[str, str] | None = None,
+        verify: str | None = None,
+        inproc_bytes: int | None = None,
+    ) -> None:
+        """``url`` replaces host and port: tcp://, unix://, embedded:///path, embedded:.
+
+        ``vquant`` is a storage format, None the cache's own dtype. ``key_parts`` are
+        further parts of the key, such as a tokenizer, an adapter or a tenant.
+        ``verify="always"`` hashes mapped rows again. ``inproc_bytes`` caps the prefixes
+        that this process keeps, for all objects together.
+
+        Raises ConfigError, a ValueError, for a setting that does not exist.
+        """
+        if stage2 or boundary_protect:
+            raise ConfigError("stage2 and boundary_protect are not available in this version")
+        if verify not in _VERIFY:
+            raise ConfigError(f"verify is None or 'always', not {verify!r}")
+        if prefill_chunk_size is not None and prefill_chunk_size < 1:
+            raise ConfigError("prefill_chunk_size must be at least 1")
+        if deadline_seconds <= 0:
+            raise ConfigError("deadline_seconds must be positive")
+        self.model = model
+        self.vquant = get_format(vquant).name if vquant is not None else None
+        self.host, self.port = host, port
+        self.stage2 = stage2
+        self.admission_threshold = max(1, admission_threshold)
+        self.boundary_protect = boundary_protect
+        self.prefill_chunk_size = prefill_chunk_size
+        self.softmax_bitexact = softmax_bitexact
+        self.strict = strict
+        place = parse_url(url) if url is not None else Place(Address(host=host, port=port))
+        known = password or config.ServerEnvironment.from_environment().password
+        self._endpoint = Endpoint(place, known, deadline_seconds)
+        self._client = StoreClient(self._endpoint, deadline_seconds)
+        self._counters = Counters()
+        self._lock = threading.RLock()
+        self._engine: Engine | None = None
+        if model is not None:
+            self._engine = self._new_engine(key_parts, verify == "always", inproc_bytes)
+
+    make_namespace = staticmethod(identity_names.make_namespace)
+
+    def get_or_prefill(self, prefix_token_ids: Sequence[int] | Any, namespace: str) -> list[Any]:
+        """The model's cache, filled with the prefix.
+
+        ``prefix_token_ids`` is one flat list or array of at least one token id.
+        ``namespace`` only addresses: other tokens or another key under it are a miss.
+
+        Raises ValueError for bad ids or an empty namespace, and what the model raises.
+        """
+        ids = token_ids(prefix_token_ids)
+        if not isinstance(namespace, str) or not namespace:
+            raise ValueError("the namespace must be a text that is not empty")
+        if self._engine is None:
+            raise ValueError("get_or_prefill needs a model: PionPromptCache(model)")
+        with self._lock:
+            return self._engine.get_or_prefill(ids, namespace)
+
+    def lookup(self, namespace: str) -> bool:
+        """Whether the store has both sides of a namespace; False where there is no store."""
+        with self._lock:
+            try:
+                return self._client.look_up(namespace)
+            except PionError as error:
+                self._counters.unavailable += 1
+                self._counters.last_miss_reason = f"no store: {error}"
+                return False
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, times, lanes and the reason of the last miss, as plain values."""
+        with self._lock:
+            return {
+                **self._counters.as_dict(),
+                "admission_threshold": self.admission_threshold,
+                "lane": self._counters.last_lane,
+            }
+
+    @property
+    def resp(self) -> RespConnection:
+        """The connection, for commands of your own."""
+        return self._endpoint.connection()
+
+    @property
+    def hits(self) -> int:
+        return self._counters.hits
+
+    @property
+    def misses(self) -> int:
+        return self._counters.misses
+
+    @property
+    def admission_skips(self) -> int:
+        return self._counters.admission_skips
+
+    @property
+    def fetch_ms_total(self) -> float:
+        return self._counters.fetch_ms_total
+
+    @property
+    def store_ms_total(self) -> float:
+        return self._counters.store_ms_total
+
+    @property
+    def last_prefill_ms(self) -> float:
+        return self._counters.last_prefill_ms
+
+    @property
+    def last_miss_reason(self) -> str | None:
+        """Why the last call was no hit; None after a hit."""
+        return self._counters.last_miss_reason
+
+    def close(self) -> None:
+        """Closes the connection; an embedded server stops when nobody else uses it."""
+        self._client.close()
+
+    def __enter__(self) -> PionPromptCache:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _new_engine(
+        self, key_parts: Mapping[str, str] | None, verify_always: bool, inproc_bytes: int | None
+    ) -> Engine:
+        try:
+            from pion_vllm_mlx.cache import inproc
+            from pion_vllm_mlx.cache.prompt_cache_engine import Engine, EngineOptions
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"a model needs the Python module {error.name}, which is not installed: "
+                "pip install 'pion-vllm-mlx[mlx]'"
+            ) from error
+        if inproc_bytes is not None:
+            inproc.PROCESS.set_cap(inproc_bytes)
+        options = EngineOptions(
+            vquant=self.vquant,
+            chunk_tokens=self.prefill_chunk_size,
+            admission_threshold=self.admission_threshold,
+            verify_always=verify_always,
+            key_parts=key_parts,
+            switches=config.ClientSwitches.from_environment(),
+        )
+        engine = Engine(self.model, self._client, self._counters, options)
+        try:
+            engine.prepare()
+        except UnsupportedCache:
+            pass  # named again, and counted, by every call
+        return engine

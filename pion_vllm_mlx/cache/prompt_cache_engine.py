@@ -1,0 +1,340 @@
+"""One request of the prompt cache: this process, the store, or a local prefill.
+
+The steps: 1. the key of the model, 2. prefixes of this process, 3. one round trip to the
+store, whose completion record must match key and tokens, 4. the lanes, in order, 5. else
+a local prefill, 6. stored for the next one. Whatever fails in 2 to 4 or 6 is counted and
+named, never raised.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from pion_vllm_mlx.cache import inproc
+from pion_vllm_mlx.cache.completion import CompletionRecord, TokenIds
+from pion_vllm_mlx.cache.identity import ModelIdentity, identity_digest
+from pion_vllm_mlx.cache.lanes import (
+    IN_PROCESS,
+    LANE_ERRORS,
+    LANES,
+    MAPPED,
+    STORED,
+    RowSource,
+    Wanted,
+    load_states,
+)
+from pion_vllm_mlx.cache.layers import StoredCache, cache_arrays, dismantle, rebuild
+from pion_vllm_mlx.cache.leaf import ArraySpec, dtype_of
+from pion_vllm_mlx.cache.prefill import Prefilled, prefill
+from pion_vllm_mlx.cache.prompt_cache_stats import Counters
+from pion_vllm_mlx.cache.prompt_cache_store import Prefix, write_prefix
+from pion_vllm_mlx.cache.store_client import Probe, StoreClient
+from pion_vllm_mlx.config import ClientSwitches
+from pion_vllm_mlx.errors import DamagedData, NewerFormat, PionError, UnsupportedCache
+
+log = logging.getLogger("pion_vllm_mlx")
+
+_MOST_NAMESPACES = 4096
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The settings of a prompt cache that its requests depend on."""
+
+    vquant: str | None = None
+    chunk_tokens: int | None = None
+    admission_threshold: int = 1
+    verify_always: bool = False
+    key_parts: Mapping[str, str] | None = None
+    switches: ClientSwitches = ClientSwitches()
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prefix that is asked for, and its key."""
+
+    namespace: str
+    ids: TokenIds
+    identity: dict[str, Any]
+    key: inproc.Key
+
+
+class Engine:
+    """Serves the prefixes of one model. Not thread-safe: its owner holds a lock."""
+
+    def __init__(
+        self, model: Any, client: StoreClient, counters: Counters, options: EngineOptions
+    ) -> None:
+        self._model = model
+        self._client = client
+        self._counters = counters
+        self._options = options
+        self._identity = ModelIdentity(model, vquant=options.vquant, extra=options.key_parts)
+        self._misses_of: OrderedDict[str, int] = OrderedDict()
+        self._warned = False
+
+    def prepare(self) -> None:
+        """Reads the weights for the key. Raises UnsupportedCache."""
+        self._identity.fields()
+
+    def get_or_prefill(self, ids: TokenIds, namespace: str) -> list[Any]:
+        """A cache of the model that holds ``ids``. Raises only what the model raises."""
+        try:
+            identity = self._identity.fields()
+        except UnsupportedCache as error:
+            self._refuse(error)
+            return self._prefill(ids).cache
+        key = (namespace, identity_digest(identity), ids.tobytes())
+        request = Request(namespace, ids, identity, key)
+        cache = self._from_process(request)
+        if cache is not None:
+            return cache
+        probe = self._probe(request)
+        cache = self._from_store(request, probe) if probe is not None else None
+        if cache is not None:
+            return cache
+        prefilled = self._prefill(ids)
+        if self._admitted(namespace):
+            self._keep(request, prefilled, probe)
+        return prefilled.cache
+
+    # -- hits -------------------------------------------------------------------
+
+    def _from_process(self, request: Request) -> list[Any] | None:
+        if self._options.switches.no_inproc:
+            return None
+        started = time.perf_counter()
+        cache = inproc.PROCESS.get(request.key)
+        if cache is not None:
+            self._evaluate(cache)
+            self._counters.hit(IN_PROCESS, inproc.PROCESS.size_of(request.key))
+            self._fetched(started)
+        return cache
+
+    def _probe(self, request: Request) -> Probe | None:
+        try:
+            probe = self._client.probe(
+                request.namespace, request.ids.size, mapped=not self._options.switches.no_mapped
+            )
+        except PionError as error:
+            self._unavailable(error)
+            return None
+        self._warned = False
+        return probe
+
+    def _from_store(self, request: Request, probe: Probe) -> list[Any] | None:
+        started = time.perf_counter()
+        record = self._matching(request, probe)
+        if record is None:
+            return None
+        wanted = Wanted(request.namespace, record, probe.mapping, self._options.verify_always)
+        try:
+            loaded = self._through_lanes(wanted)
+        except DamagedData as error:
+            self._damaged(request.namespace, str(error))
+            return None
+        if loaded is None:
+            self._gone(request.namespace)
+            return None
+        lane, cache = loaded
+        self._counters.hit(lane, wanted.num_bytes())
+        self._fetched(started)
+        self._counters.conversion = _conversion(record.slots, record.leaves)
+        self._share(request, cache, lane)
+        return cache
+
+    def _matching(self, request: Request, probe: Probe) -> CompletionRecord | None:
+        """The completion record, if it makes this request a hit; else the reason is kept."""
+        if probe.record is None:
+            stored = "an unfinished or foreign prefix is" if probe.present else "nothing is"
+            self._counters.last_miss_reason = f"{stored} stored under this namespace"
+            return None
+        try:
+            record = CompletionRecord.decode(probe.record)
+        except DamagedData as error:
+            self._damaged(request.namespace, str(error))
+            return None
+        except NewerFormat as error:
+            self._counters.last_miss_reason = str(error)
+            return None
+        why = record.mismatch(request.identity, request.ids)
+        if why is None and not probe.present:
+            why = "the rows of this prefix are gone"
+        self._counters.last_miss_reason = why
+        return record if why is None else None
+
+    def _through_lanes(self, wanted: Wanted) -> tuple[str, list[Any]] | None:
+        """The first lane that delivers, and the cache. Raises DamagedData."""
+        for name in self._lanes(wanted):
+            try:
+                return name, self._load(name, wanted)
+            except DamagedData:
+                raise
+            except LANE_ERRORS as error:
+                self._counters.lane_failures[name] += 1
+                self._counters.last_miss_reason = f"{name} lane: {error}"
+                log.info("the %s lane failed: %s", name, error)
+        return None
+
+    def _lanes(self, wanted: Wanted) -> Iterator[str]:
+        switches = self._options.switches
+        usable = self._client.endpoint.local and not switches.no_mapped
+        for name in LANES:
+            if name == MAPPED and not (usable and wanted.record.runs):
+                continue
+            if name == STORED and switches.no_batch:
+                continue
+            yield name
+
+    def _load(self, lane: str, wanted: Wanted) -> list[Any]:
+        arrays = LANES[lane](self._client, wanted)
+        states = load_states(self._client, wanted)
+        dtypes = {
+            (spec.layer, spec.side): dtype_of(spec.dtype)
+            for spec in _array_specs(wanted.record.slots)
+        }
+        cache = rebuild(wanted.record.slots, RowSource(arrays, dtypes).fetch, states)
+        self._evaluate(cache)
+        return cache
+
+    def _evaluate(self, cache: list[Any]) -> None:
+        if not self._options.switches.no_explicit_eval:
+            mx.eval(cache_arrays(cache))
+
+    def _share(self, request: Request, cache: list[Any], lane: str) -> None:
+        """Keeps what crossed a socket, or what was mapped before, for this process.
+
+        The first time, the page cache serves as well, and sharing would cost the caller's
+        first append a copy.
+        """
+        if self._options.switches.no_inproc:
+            return
+        again = inproc.PROCESS.seen_before(request.key)
+        if lane != MAPPED or again:
+            inproc.PROCESS.put(request.key, dismantle(cache))
+
+    # -- misses -----------------------------------------------------------------
+
+    def _prefill(self, ids: TokenIds) -> Prefilled:
+        self._counters.miss()
+        prefilled = prefill(self._model, ids, chunk_tokens=self._options.chunk_tokens)
+        self._counters.last_prefill_ms = prefilled.elapsed_ms
+        return prefilled
+
+    def _admitted(self, namespace: str) -> bool:
+        """Whether this many misses of a namespace are enough to store it."""
+        count = self._misses_of.pop(namespace, 0) + 1
+        self._misses_of[namespace] = count
+        if len(self._misses_of) > _MOST_NAMESPACES:
+            self._misses_of.popitem(last=False)
+        if count >= self._options.admission_threshold:
+            return True
+        self._counters.admission_skips += 1
+        return False
+
+    def _keep(self, request: Request, prefilled: Prefilled, probe: Probe | None) -> None:
+        try:
+            stored = dismantle(prefilled.cache)
+        except UnsupportedCache as error:
+            self._refuse(error)
+            return
+        if not self._options.switches.no_inproc:
+            inproc.PROCESS.put(request.key, stored)
+        if probe is None:
+            return
+        try:
+            self._store(request, stored, prefilled.elapsed_ms, probe)
+        except PionError as error:
+            self._counters.store_failures += 1
+            self._warn("the prefix was not stored: %s", error)
+
+    def _store(
+        self, request: Request, stored: StoredCache, elapsed_ms: float, probe: Probe
+    ) -> None:
+        started = time.perf_counter()
+        there = self._client.record(request.namespace)
+        if there is not None:
+            try:
+                record = CompletionRecord.decode(there)
+                if record.mismatch(request.identity, request.ids) is None and there != probe.record:
+                    return  # another process was faster: the same bytes are not written twice
+            except NewerFormat:
+                return
+            except DamagedData:
+                self._counters.damaged += 1
+        vquant = self._options.vquant
+        prefix = Prefix(
+            request.namespace, request.ids, request.identity, stored, vquant, elapsed_ms
+        )
+        sent = write_prefix(self._client, prefix, drop_first=probe.present or there is not None)
+        self._counters.bytes_stored += sent
+        self._counters.last_bytes = sent
+        self._counters.store_ms_total += (time.perf_counter() - started) * 1000
+        self._client.publish(request.namespace)
+
+    # -- counting ---------------------------------------------------------------
+
+    def _fetched(self, started: float) -> None:
+        self._counters.fetch_ms_total += (time.perf_counter() - started) * 1000
+
+    def _refuse(self, error: UnsupportedCache) -> None:
+        self._counters.refused += 1
+        self._counters.last_miss_reason = str(error)
+        self._warn("%s", error)
+
+    def _unavailable(self, error: PionError) -> None:
+        self._counters.unavailable += 1
+        self._counters.last_miss_reason = f"no store: {error}"
+        self._warn("no prefix store, prefilling locally: %s", error)
+
+    def _damaged(self, namespace: str, why: str) -> None:
+        """A prefix that does not verify is dropped whole, counted, and a miss."""
+        self._counters.damaged += 1
+        self._counters.last_miss_reason = why
+        log.warning("prefix %s dropped: %s", namespace, why)
+        try:
+            self._client.drop(namespace)
+        except PionError as error:
+            log.info("prefix %s could not be dropped: %s", namespace, error)
+
+    def _gone(self, namespace: str) -> None:
+        """No lane delivered: asks the server why; damage that it found counts as damage."""
+        try:
+            why = self._client.explain(namespace)
+        except PionError as error:
+            self._unavailable(error)
+            return
+        if why.startswith("damaged"):
+            self._counters.damaged += 1
+            self._counters.last_miss_reason = why
+
+    def _warn(self, text: str, error: PionError) -> None:
+        """One warning until the store works again."""
+        level = logging.INFO if self._warned else logging.WARNING
+        self._warned = True
+        log.log(level, text, error)
+
+
+def _array_specs(slots: list[dict[str, Any]]) -> Iterator[ArraySpec]:
+    for slot in slots:
+        yield from _array_specs(slot.get("caches", []))
+        yield from map(ArraySpec.from_json, slot.get("arrays", []))
+
+
+_NATIVE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _conversion(slots: list[dict[str, Any]], leaves: list[dict[str, Any]]) -> str | None:
+    """From which dtype to which format rows were converted, or None."""
+    for spec in _array_specs(slots):
+        stored = str(leaves[spec.layer]["format"])
+        if spec.dim and not stored.startswith("raw:") and _NATIVE.get(stored) != spec.dtype:
+            return f"{spec.dtype} -> {stored}"
+    return None

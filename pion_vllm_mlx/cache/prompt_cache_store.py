@@ -1,0 +1,127 @@
+"""Writing a prefix to the store: rows, states, and the completion record last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from crc32c import crc32c
+
+from pion_vllm_mlx.cache.completion import (
+    COMPLETION_LAYER,
+    CompletionRecord,
+    Run,
+    StateSum,
+    TokenIds,
+)
+from pion_vllm_mlx.cache.lanes_codec import encode_rows, layout_of, stored_as
+from pion_vllm_mlx.cache.layers import StoredCache, leaves_json
+from pion_vllm_mlx.cache.leaf import LeafRows, LeafSpec
+from pion_vllm_mlx.cache.slots_state import encode_state
+from pion_vllm_mlx.cache.store_client import Registration, StoreClient
+from pion_vllm_mlx.errors import PionError
+from pion_vllm_mlx.formats import get_format
+
+RUN_BYTES = 256 << 20
+"""A longer run is cut: one bulk string has to stay under the server's limit."""
+
+_LONGEST_PREFILL_MS = 86_400_000
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What is stored: the cache taken apart, its key, and the time the prefill took."""
+
+    namespace: str
+    ids: TokenIds
+    identity: dict[str, Any]
+    stored: StoredCache
+    vquant: str | None
+    prefill_ms: float
+
+
+def write_prefix(client: StoreClient, prefix: Prefix, *, drop_first: bool) -> int:
+    """Stores a prefix; returns the bytes sent.
+
+    Nothing of it is a hit before the last write. Raises what the client raises; what
+    was written so far is then dropped, if the server still answers.
+    """
+    leaves = [stored_as(leaf, prefix.vquant) for leaf in prefix.stored.leaves]
+    if drop_first:
+        client.drop(prefix.namespace)
+    client.register(prefix.namespace, _registration(leaves, prefix.prefill_ms))
+    try:
+        return _write(client, prefix, leaves)
+    except PionError:
+        _drop_quietly(client, prefix.namespace)
+        raise
+
+
+def _write(client: StoreClient, prefix: Prefix, leaves: list[LeafSpec]) -> int:
+    namespace, stored = prefix.namespace, prefix.stored
+    runs: list[Run] = []
+    total = client.store_rows(namespace, _encoded(stored.rows, leaves, runs))
+    states: list[StateSum] = []
+    for slot, arrays in stored.states.items():
+        blob = encode_state("ArraysCache", arrays)
+        states.append(StateSum(slot, crc32c(blob), len(blob)))
+        total += client.store_state(namespace, slot, blob, states[-1].crc)
+    record = CompletionRecord(
+        identity=prefix.identity,
+        ids=prefix.ids,
+        slots=stored.slots,
+        leaves=[leaf.as_json() for leaf in leaves],
+        runs=runs,
+        states=states,
+        prefill_ms=prefix.prefill_ms,
+    ).encode()
+    return total + client.store_state(namespace, COMPLETION_LAYER, record, crc32c(record))
+
+
+def _encoded(
+    rows: list[LeafRows], leaves: list[LeafSpec], runs: list[Run]
+) -> Iterator[tuple[Run, Any]]:
+    """The runs and their bytes, encoded as they are sent; ``runs`` collects them."""
+    for part in rows:
+        leaf = leaves[part.layer]
+        for piece in _pieces(part, leaf):
+            blob = encode_rows(piece, leaf)
+            layout = layout_of(leaf, piece.side)
+            run = Run(piece.layer, piece.side, piece.start, piece.count, leaf.format, layout,
+                      crc32c(blob))  # fmt: skip
+            runs.append(run)
+            yield run, blob
+
+
+def _pieces(rows: LeafRows, leaf: LeafSpec) -> Iterator[LeafRows]:
+    row_bytes = get_format(leaf.format).row_bytes(leaf.width(rows.side))
+    step = max(1, RUN_BYTES // row_bytes)
+    if rows.count <= step:
+        yield rows
+        return
+    for first in range(0, rows.count, step):
+        array = rows.array[:, :, first : first + step, :]
+        yield replace(rows, start=rows.start + first, array=array)
+
+
+def _registration(leaves: list[LeafSpec], prefill_ms: float) -> Registration:
+    milliseconds = min(round(prefill_ms), _LONGEST_PREFILL_MS)
+    if not leaves:  # recurrent layers only: the sessions exist, and stay empty
+        return Registration(1, "fp16", 1, None, milliseconds)
+    first = leaves[0]
+    opaque = first.format.startswith("raw:")
+    return Registration(
+        kv_dim=first.k_width or first.v_width or 1,
+        vquant="fp16" if opaque else first.format,
+        heads=first.heads,
+        leaves=leaves_json(leaves),
+        prefill_ms=milliseconds,
+    )
+
+
+def _drop_quietly(client: StoreClient, namespace: str) -> None:
+    try:
+        client.drop(namespace)
+    except PionError:
+        return  # without a completion record it is invisible, and the next store drops it

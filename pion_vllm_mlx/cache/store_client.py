@@ -1,0 +1,274 @@
+"""What the prompt cache asks of the server, in the words of its own task.
+
+Every call ends by a deadline and raises StoreUnavailable when the server is absent,
+slow, or something else. A command that the server refuses raises its CommandError.
+Knows namespaces and bytes; knows no model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, Run
+from pion_vllm_mlx.cache.connection import RespConnection
+from pion_vllm_mlx.cache.store_client_endpoint import BackOff, Endpoint
+from pion_vllm_mlx.errors import (
+    AuthenticationRequired,
+    CommandError,
+    DamagedData,
+    PermissionRefused,
+    StoreUnavailable,
+    WrongPassword,
+)
+
+SLOWEST_BYTES_PER_SECOND = 32 << 20
+"""A transfer slower than this counts as no progress, beyond the deadline itself."""
+
+PIPELINE_BYTES = 64 << 20
+
+_LOCKED_OUT = (AuthenticationRequired, WrongPassword, PermissionRefused)
+
+T = TypeVar("T")
+Blob = "memoryview | bytes | NDArray[np.uint8]"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the server has under a namespace; ``mapping`` is None where it cannot be mapped."""
+
+    present: bool
+    record: bytes | None
+    mapping: dict[str, Any] | None
+    mapping_error: str | None = None
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The arguments of KV.PREFIX.REGISTER."""
+
+    kv_dim: int
+    vquant: str
+    heads: int
+    leaves: str | None
+    prefill_ms: int
+
+
+class StoreClient:
+    """Commands of one store. Thread-safe as its connection is."""
+
+    def __init__(self, endpoint: Endpoint, deadline_seconds: float) -> None:
+        self.endpoint = endpoint
+        self.deadline_seconds = deadline_seconds
+        self._back_off = BackOff()
+
+    def probe(self, namespace: str, tokens: int, *, mapped: bool) -> Probe:
+        """Existence, completion record and, if wanted, the files: one round trip."""
+        commands: list[Sequence[Any]] = [
+            ("KV.PREFIX.LOOKUP", namespace, "TOKENS", tokens),
+            ("SSM.PREFIX.FETCH", namespace, COMPLETION_LAYER),
+        ]
+        if mapped and self.endpoint.local:
+            commands.append(("KV.PREFIX.MAP", namespace))
+
+        def ask(connection: RespConnection) -> Probe:
+            replies = connection.pipeline(commands, deadline_seconds=self.deadline_seconds)
+            found, record = _checked(replies[0]), _checked(replies[1])
+            if found not in ("HIT", "MISS", b"HIT", b"MISS"):
+                raise StoreUnavailable("the server does not answer KV.PREFIX.LOOKUP")
+            if record is not None and not isinstance(record, bytes):
+                raise StoreUnavailable("the server does not answer SSM.PREFIX.FETCH")
+            mapping, why = _mapping(replies[2]) if len(replies) > 2 else (None, None)
+            return Probe(found in ("HIT", b"HIT"), record, mapping, why)
+
+        return self._guarded(ask)
+
+    def look_up(self, namespace: str) -> bool:
+        """Whether both sides of the namespace exist."""
+        reply = self._guarded(lambda c: c.command("KV.PREFIX.LOOKUP", namespace))
+        return reply in ("HIT", b"HIT")
+
+    def record(self, namespace: str) -> bytes | None:
+        """The completion record, without touching the value receipt."""
+        reply = self._guarded(lambda c: c.command("SSM.PREFIX.FETCH", namespace, COMPLETION_LAYER))
+        return reply if isinstance(reply, bytes) else None
+
+    def explain(self, namespace: str) -> str:
+        """The server's reason why a lookup hits or misses, one sentence."""
+        reply = self._guarded(lambda c: c.command("KV.PREFIX.EXPLAIN", namespace))
+        try:
+            return str(json.loads(reply)["reason"]) if isinstance(reply, bytes) else ""
+        except (ValueError, KeyError, TypeError):
+            return ""
+
+    def drop(self, namespace: str) -> None:
+        """Frees rows, states and record."""
+        self._guarded(lambda c: c.command("KV.PREFIX.DROP", namespace))
+
+    def register(self, namespace: str, what: Registration) -> None:
+        """Creates both sessions."""
+        command: list[Any] = ["KV.PREFIX.REGISTER", namespace, what.kv_dim, what.vquant]
+        command += ["HEADS", what.heads]
+        if what.leaves is not None:
+            command += ["LEAVES", what.leaves]
+        if what.prefill_ms > 0:
+            command += ["PREFILL_MS", what.prefill_ms]
+        self._guarded(lambda c: c.command(*command))
+
+    def store_rows(self, namespace: str, blobs: Iterable[tuple[Run, Any]]) -> int:
+        """Sends runs and their bytes, pipelined; returns how many bytes were stored."""
+        total = 0
+        for group in _grouped(blobs):
+            commands = []
+            for run, blob in group:
+                command = ["V.STOREBATCH", _session(namespace, run), run.layer, run.start]
+                command += [run.rows, blob, "FMT", "STORED"]
+                command += ["LAYOUT", "HND"] if run.layout == "HND" else []
+                commands.append([*command, "CRC", run.crc])
+            total += self._send(commands, sum(_size(blob) for _, blob in group))
+        return total
+
+    def store_state(self, namespace: str, layer: int, blob: bytes, crc: int) -> int:
+        """Stores one opaque blob; returns its size."""
+        command = ["SSM.PREFIX.STORE", namespace, layer, blob, "CRC", crc]
+        return self._send([command], len(blob))
+
+    def publish(self, namespace: str) -> None:
+        """Has the server seal the files, so that the next process can map them."""
+        if self.endpoint.local:
+            self._guarded(
+                lambda c: c.command("KV.PREFIX.MAP", namespace, deadline_seconds=self.seconds(0))
+            )
+
+    def fetch_batch(
+        self, namespace: str, side: str, end: int, num_layers: int, expected_bytes: int
+    ) -> list[NDArray[np.uint8] | None]:
+        """Rows ``[0, end)`` of all layers of one side, head-major, as stored."""
+        command = ["V.FETCH", f"{namespace}_p{side}", "BATCH", 0, end, num_layers]
+        command += ["FMT", "STORED", "LAYOUT", "HND"]
+        return self._fetch(command, expected_bytes)
+
+    def fetch_range(
+        self, namespace: str, run: Run, expected_bytes: int
+    ) -> NDArray[np.uint8] | None:
+        """The rows of one run, in the layout in which they were stored."""
+        (rows,) = self._fetch(_range_command(namespace, run), expected_bytes)
+        return rows
+
+    def fetch_ranges(
+        self, namespace: str, runs: Sequence[Run], expected_bytes: int
+    ) -> list[NDArray[np.uint8] | None]:
+        """The rows of several runs in one round trip, for layers that differ in theirs."""
+        commands = [_range_command(namespace, run) for run in runs]
+        seconds = self.seconds(expected_bytes)
+        replies = self._guarded(lambda c: c.pipeline(commands, deadline_seconds=seconds))
+        rows = [_checked(reply) for reply in replies]
+        if not all(row is None or isinstance(row, bytes) for row in rows):
+            raise StoreUnavailable("the server answered something else than rows")
+        return [None if row is None else np.frombuffer(row, np.uint8) for row in rows]
+
+    def fetch_state(
+        self, namespace: str, slot: int, expected_bytes: int
+    ) -> NDArray[np.uint8] | None:
+        """The blob of one recurrent slot."""
+        (blob,) = self._fetch(["SSM.PREFIX.FETCH", namespace, slot], expected_bytes)
+        return blob
+
+    def seconds(self, num_bytes: int) -> float:
+        """How long a call that moves ``num_bytes`` may take."""
+        return self.deadline_seconds + num_bytes / SLOWEST_BYTES_PER_SECOND
+
+    def close(self) -> None:
+        self.endpoint.close()
+
+    # -- inside ---------------------------------------------------------------
+
+    def _fetch(self, command: Sequence[Any], num_bytes: int) -> list[NDArray[np.uint8] | None]:
+        seconds = self.seconds(num_bytes)
+        return self._guarded(lambda c: c.fetch_into(command, deadline_seconds=seconds))
+
+    def _send(self, commands: Sequence[Sequence[Any]], num_bytes: int) -> int:
+        seconds = self.seconds(num_bytes)
+        replies = self._guarded(lambda c: c.pipeline(commands, deadline_seconds=seconds))
+        for reply in replies:
+            _checked(reply)
+        return num_bytes
+
+    def _guarded(self, call: Callable[[RespConnection], T]) -> T:
+        """Runs ``call``; a failure of the store begins a pause, a refusal does not."""
+        self._back_off.check()
+        try:
+            result = self._attempt(call)
+        except _LOCKED_OUT as error:
+            self._back_off.failed(str(error))
+            raise StoreUnavailable(f"{error.code} {error}") from error
+        except StoreUnavailable as error:
+            self._back_off.failed(str(error))
+            raise
+        self._back_off.succeeded()
+        return result
+
+    def _attempt(self, call: Callable[[RespConnection], T]) -> T:
+        try:
+            self.endpoint.renew()
+            self.endpoint.prefer_unix_socket()
+            return call(self.endpoint.connection())
+        except OSError as error:
+            raise StoreUnavailable(str(error)) from error
+
+
+def _range_command(namespace: str, run: Run) -> list[Any]:
+    command = ["V.FETCH", _session(namespace, run), run.layer, "RANGE", run.start]
+    command += [run.start + run.rows, "FMT", "STORED"]
+    return command + (["LAYOUT", "HND"] if run.layout == "HND" else [])
+
+
+def _session(namespace: str, run: Run) -> str:
+    return f"{namespace}_p{run.side}"
+
+
+def _size(blob: Any) -> int:
+    return memoryview(blob).nbytes
+
+
+def _grouped(blobs: Iterable[tuple[Run, Any]]) -> Iterable[list[tuple[Run, Any]]]:
+    """Groups of about ``PIPELINE_BYTES``: the unit in which progress is measured."""
+    group: list[tuple[Run, Any]] = []
+    held = 0
+    for run, blob in blobs:
+        group.append((run, blob))
+        held += _size(blob)
+        if held >= PIPELINE_BYTES:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+def _checked(reply: Any) -> Any:
+    if isinstance(reply, CommandError):
+        raise reply
+    return reply
+
+
+def _mapping(reply: Any) -> tuple[dict[str, Any] | None, str | None]:
+    """The files of a namespace, or why there are none to read."""
+    if isinstance(reply, CommandError):
+        return None, str(reply)
+    if not isinstance(reply, bytes):
+        return None, None
+    try:
+        mapping = json.loads(reply)
+    except ValueError as error:
+        return None, f"KV.PREFIX.MAP: {error}"
+    return (mapping, None) if isinstance(mapping, dict) else (None, "KV.PREFIX.MAP: no object")
+
+
+def missing(what: str) -> DamagedData:
+    """The error for rows or states that a completion record promises."""
+    return DamagedData(f"{what} is missing on the server")
