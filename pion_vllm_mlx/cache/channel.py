@@ -44,10 +44,15 @@ class Address:
 
 
 class Channel:
-    """One open socket and what its replies parse into; used under the state's lock."""
+    """One open socket and what its replies parse into; used under the state's lock.
 
-    def __init__(self, address: Address, ends_at: float) -> None:
+    A side that neither takes nor sends a byte for ``silence_seconds`` counts as dead,
+    however much time a long transfer has left.
+    """
+
+    def __init__(self, address: Address, ends_at: float, silence_seconds: float) -> None:
         self.address = address
+        self._silence_seconds = silence_seconds
         self.parser = ReplyParser()
         self.sock = self._connect(ends_at)
         self._poll = select.poll()
@@ -112,7 +117,8 @@ class Channel:
         events = select.POLLIN | (select.POLLOUT if sending else 0)
         self._poll.register(self.sock, events)
         left = ends_at - time.monotonic()
-        if left <= 0 or not self._poll.poll(max(1.0, left * 1000)):
+        patience = min(left, self._silence_seconds)
+        if left <= 0 or not self._poll.poll(max(1.0, patience * 1000)):
             raise DeadlineExceeded(f"{self.address}: no reply before the deadline")
 
     def _connect(self, ends_at: float) -> socket.socket:

@@ -9,6 +9,7 @@ Only the look-up of a host name is outside of the deadline.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -47,7 +48,8 @@ class RespConnection:
     """A connection that opens when used, and may be shared by threads.
 
     ``deadline_seconds`` holds for a whole call, from waiting for another thread's
-    call to the last byte of the reply, whatever its size. Every call raises
+    call to the last byte of the reply, whatever its size; within it, a server that
+    moves no byte for ``silence_seconds`` is given up. Every call raises
     StoreUnavailable, DeadlineExceeded, or TypeError for an argument that cannot be
     sent; a wrong password raises the server's refusal.
     """
@@ -59,9 +61,11 @@ class RespConnection:
         deadline_seconds: float = 2.0,
         password: str | None = None,
         username: str | None = None,
+        silence_seconds: float = math.inf,
     ) -> None:
         self.address = address
         self.deadline_seconds = deadline_seconds
+        self.silence_seconds = silence_seconds
         self._login = [part for part in ("AUTH", username, password) if part is not None]
         self._state = _State()
         self._local = threading.local()
@@ -211,7 +215,7 @@ class RespConnection:
         if state.channel is not None and state.channel.is_stale():
             state.close()
         if state.channel is None:
-            state.channel = Channel(self.address, ends_at)
+            state.channel = Channel(self.address, ends_at, self.silence_seconds)
             if len(self._login) > 1:
                 out = deque(request_buffers([self._login]))
                 _unless_error(state.channel.exchange(out, 1, ends_at)[0])

@@ -337,6 +337,17 @@ def test_garbage_is_the_store_being_unavailable(
             call(["GET", "a"]) if how == "fetch_into" else call("GET", "a")
 
 
+def test_a_silent_server_is_given_up_long_before_a_large_transfers_deadline(
+    scripted: Callable[..., ScriptedServer],
+) -> None:
+    server = scripted(says(b"$100000000\r\nsome of it"))
+    began = time.monotonic()
+    with RespConnection(server.address, deadline_seconds=100 * HUNG, silence_seconds=SHORT) as it:
+        with pytest.raises(DeadlineExceeded):
+            it.fetch_into(["GET", "a"])
+    assert time.monotonic() - began < HUNG
+
+
 @pytest.mark.parametrize("cut", range(len(b"*2\r\n$3\r\nabc\r\n:1\r\n")))
 def test_half_a_reply_and_a_closed_socket_is_unavailable(
     scripted: Callable[..., ScriptedServer], cut: int
