@@ -18,6 +18,7 @@ from typing import cast
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server import dispatch
 from pion_vllm_mlx.server.command import Reply
+from pion_vllm_mlx.server.inbound import DeferredBulk, RefusedBulk
 from pion_vllm_mlx.server.outbound import ReaderGone, Sender, Stream
 from pion_vllm_mlx.server.session import Client, Context, Server
 from pion_vllm_mlx.wire import resp
@@ -27,8 +28,6 @@ log = logging.getLogger(__name__)
 
 #: commands a connection may have received and not yet executed.
 MAX_QUEUED = 256
-#: how long half a command may stand still while it holds memory.
-STALL_SECONDS = 30.0
 LIMITS = Limits()
 
 
@@ -43,6 +42,7 @@ class Connection(asyncio.BufferedProtocol):
         self.progress = 0.0
         self._context: Context | None = None
         self._busy = False
+        self._deferred = False
         self._reading = True
         self._drained = asyncio.Event()
         self._drained.set()
@@ -114,8 +114,20 @@ class Connection(asyncio.BufferedProtocol):
     # -- reading ---------------------------------------------------------------
 
     def _open_bulk(self, args: list[Arg], length: int) -> BulkTarget:
+        """A place for a long argument; it waits where earlier commands may change the answer."""
         assert self._context is not None
-        return dispatch.open_bulk(self._context, args, length)
+        try:
+            return dispatch.open_bulk(self._context, args, length)
+        except CommandError as error:
+            if self._busy or self.parser.commands:
+                self._deferred = True
+                return DeferredBulk(length, lambda: self._open_deferred(args, length))
+            return RefusedBulk(length, error)
+
+    def _open_deferred(self, args: list[Arg], length: int) -> BulkTarget | None:
+        if self._busy or self.parser.commands:
+            return None
+        return self._open_bulk(args, length)
 
     def _when_room(self) -> None:
         """A target has room again: take in what waits in the parse buffer, go on reading."""
@@ -127,8 +139,9 @@ class Connection(asyncio.BufferedProtocol):
         self._pause_or_resume()
 
     def _pause_or_resume(self) -> None:
-        if self._closed or self.transport is None or self.transport.is_closing():
+        if self._ending:
             return
+        assert self.transport is not None
         wanted = (
             len(self.parser.commands) < MAX_QUEUED
             and self.parser.error is None
@@ -145,9 +158,20 @@ class Connection(asyncio.BufferedProtocol):
 
     def _pump(self) -> None:
         """Execute queued commands until one has to wait, or the reader has to catch up."""
-        assert self._context is not None and self.transport is not None
-        while self.parser.commands and not self._closed and self._drained.is_set():
-            args = self.parser.commands.popleft()
+        assert self.transport is not None
+        self._execute_queued()
+        while self._deferred and not self._busy and not self.parser.commands:
+            # a deferred argument finds its place now, and its bytes may be here already
+            self._deferred = False
+            self.parser.buffer_updated(0)
+            self._execute_queued()
+        if self.parser.error is not None and not self.parser.commands and not self._ending:
+            self.transport.write(resp.error("ERR", str(self.parser.error)))
+            self.transport.close()
+
+    def _execute_queued(self) -> None:
+        while self.parser.commands and not self._ending and self._drained.is_set():
+            args = dispatch.opened(self.parser.commands.popleft())
             if not args:
                 continue
             result = self._start(args)
@@ -158,9 +182,6 @@ class Connection(asyncio.BufferedProtocol):
                 return
             dispatch.release(args)
             self._answer(cast("Reply", result))
-        if self.parser.error is not None and not self.parser.commands and not self._closed:
-            self.transport.write(resp.error("ERR", str(self.parser.error)))
-            self.transport.close()
 
     def _start(self, args: list[Arg]) -> Reply | Awaitable[Reply]:
         assert self._context is not None
@@ -215,16 +236,19 @@ class Connection(asyncio.BufferedProtocol):
             self._socket.setblocking(False)
         self.server.ledger.bytes_served += stream.payload_bytes
         sender = Sender(self._socket, stream)
+        complete = False
         try:
-            while not await self.server.store.run(sender.turn):
+            while not (complete := await self.server.store.run(sender.turn)):
                 if not await self._writable():
                     return
         except ReaderGone:
-            self.transport.abort()
+            pass
         except (OSError, CommandError) as error:
-            # half a reply is out: only closing tells the reader that the rest is missing
             log.error("reading a stored run failed: %s", error)
-            self.transport.abort()
+        finally:
+            if not complete:
+                # half a reply is out: only closing tells the reader that the rest is missing
+                self.transport.abort()
 
     async def _writable(self) -> bool:
         """Wait for the reader; False when the connection is gone."""
@@ -247,7 +271,14 @@ class Connection(asyncio.BufferedProtocol):
     def stalled(self, now: float) -> bool:
         """Whether half a command has stood still for too long."""
         waiting = self.parser.mid_command or self.parser.in_bulk
-        return waiting and not self._busy and self._reading and now - self.progress > STALL_SECONDS
+        idle = now - self.progress
+        patience = self.server.config.stall_seconds
+        return waiting and not self._busy and self._reading and idle > patience
+
+    @property
+    def _ending(self) -> bool:
+        """Whether nothing more is to be executed: closed, or the last reply is written."""
+        return self._closed or self.transport is None or self.transport.is_closing()
 
     @property
     def running(self) -> asyncio.Task[None] | None:

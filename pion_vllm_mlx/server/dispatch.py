@@ -8,14 +8,14 @@ from collections.abc import Awaitable
 
 from pion_vllm_mlx.errors import AuthenticationRequired, CommandError
 from pion_vllm_mlx.server.command import TABLE, Command, Effect, Reply
-from pion_vllm_mlx.server.inbound import MemoryInbound, StreamInbound
+from pion_vllm_mlx.server.inbound import DeferredBulk, MemoryInbound, StreamInbound
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.records import Record
-from pion_vllm_mlx.wire.resp import Arg, BulkTarget, DiscardBulk
+from pion_vllm_mlx.wire.resp import Arg, BulkTarget
 
 log = logging.getLogger(__name__)
 
-#: a long argument of a command that takes none is kept up to here.
+#: the long arguments of a command that takes none are kept up to here.
 PLAIN_ARGUMENT_BYTES = 1 << 20
 _SHOWN_ARGUMENTS = 8
 
@@ -64,22 +64,18 @@ def guard(command: Command, context: Context, args: list[Arg]) -> None:
 def open_bulk(context: Context, args: list[Arg], length: int) -> BulkTarget:
     """Where a long argument of the command being received goes.
 
-    What cannot be used is read and forgotten; the command is refused when it is complete.
+    Raises CommandError for what cannot be used, as far as is known by now.
     """
-    if not args or not isinstance(args[0], bytes):
-        return DiscardBulk(length)
-    command = TABLE.get(args[0].upper())
-    config = context.server.config
-    if command is None or (config.password and not context.client.authenticated):
-        return DiscardBulk(length)
+    command = TABLE.get(args[0].upper()) if args and isinstance(args[0], bytes) else None
+    if command is None:
+        raise CommandError("unknown command")
+    guard(command, context, args)
     if command.open_bulk is not None:
-        try:
-            guard(command, context, args)
-            return command.open_bulk(context, args, length)
-        except CommandError:
-            return DiscardBulk(length)
-    if length > PLAIN_ARGUMENT_BYTES:
-        return DiscardBulk(length)
+        return command.open_bulk(context, args, length)
+    held = sum(arg.length for arg in args if not isinstance(arg, bytes))
+    if held + length > PLAIN_ARGUMENT_BYTES:
+        # more could fill the pool of windows with one command, which then waits for itself
+        raise CommandError("arguments are too long")
     return MemoryInbound(length, context.server.pool, context.when_room)
 
 
@@ -124,9 +120,14 @@ async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
 
 def release(args: list[Arg]) -> None:
     """Give back what a command's long arguments hold."""
-    for arg in args:
+    for arg in opened(args):
         if isinstance(arg, (MemoryInbound, StreamInbound)):
             arg.release()
+
+
+def opened(args: list[Arg]) -> list[Arg]:
+    """The arguments with deferred ones replaced by what they became."""
+    return [arg.target or arg if isinstance(arg, DeferredBulk) else arg for arg in args]
 
 
 def is_pending(result: Reply | Awaitable[Reply]) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -21,6 +20,7 @@ from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.files import pread_into, pwrite_all
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
 from pion_vllm_mlx.server.store.store import disk_error
+from pion_vllm_mlx.wire.resp import BulkTarget, DiscardBulk
 
 #: bytes of windows that all connections together may hold.
 IN_FLIGHT_BYTES = 64 << 20
@@ -33,15 +33,15 @@ class WindowPool:
         self.budget = budget
         self.held = 0
         self._free: list[bytearray] = []
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: dict[Callable[[], None], None] = {}
 
     def take(self, length: int, when_room: Callable[[], None]) -> memoryview | None:
         """A window of ``length`` bytes, at most one window long; None when there is no room.
 
-        ``when_room`` is then called once, when there may be.
+        ``when_room`` is then called once, from the event loop, when there may be.
         """
         if self.held + length > self.budget:
-            self._waiting.append(when_room)
+            self._waiting[when_room] = None
             return None
         self.held += length
         if length > WINDOW_BYTES // 2:
@@ -55,9 +55,12 @@ class WindowPool:
         buffer = window.obj
         if isinstance(buffer, bytearray) and len(buffer) == WINDOW_BYTES:
             self._free.append(buffer)
-        waiting, self._waiting = self._waiting, deque()
-        for wake in waiting:
-            wake()
+        if self._waiting:
+            # later: who gives back may be in the middle of answering
+            waiting, self._waiting = self._waiting, {}
+            loop = asyncio.get_running_loop()
+            for wake in waiting:
+                loop.call_soon(wake)
 
 
 class MemoryInbound:
@@ -119,7 +122,7 @@ class StreamInbound:
         self._loop = asyncio.get_running_loop()
         self._done = asyncio.Event()
         self._released = False
-        self._error: CommandError | None = None
+        self._error: BaseException | None = None
         self.abandon: Callable[[], None] = lambda: None
 
     def buffer(self) -> memoryview | None:
@@ -158,6 +161,7 @@ class StreamInbound:
 
     def _finished(self, job: asyncio.Future[None]) -> None:
         assert self._writing is not None
+        self._error = self._error or job.exception()
         self._pool.give_back(self._writing)
         self._writing = None
         if self._released:
@@ -165,7 +169,6 @@ class StreamInbound:
         elif self._window is not None and self._filled == len(self._window):
             self._start()
         elif self._received == self.length and self._window is None:
-            job.result()
             self._done.set()
         self._when_room()
 
@@ -187,6 +190,36 @@ class StreamInbound:
             self._pool.give_back(self._window)
             self._window = None
         self.abandon()
+
+
+class RefusedBulk(DiscardBulk):
+    """A long argument that has no place: read and forgotten, its command is refused."""
+
+    def __init__(self, length: int, reason: CommandError) -> None:
+        super().__init__(length)
+        self.reason = reason
+
+
+class DeferredBulk:
+    """A long argument behind commands that have not run yet.
+
+    They may create the session it belongs to, or authenticate: reading waits for
+    them. ``open_now`` gives the argument its place, or None while it has to wait.
+    """
+
+    def __init__(self, length: int, open_now: Callable[[], BulkTarget | None]) -> None:
+        self.length = length
+        self._open_now = open_now
+        self.target: BulkTarget | None = None
+
+    def buffer(self) -> memoryview | None:
+        if self.target is None:
+            self.target = self._open_now()
+        return None if self.target is None else self.target.buffer()
+
+    def advance(self, n: int) -> None:
+        assert self.target is not None
+        self.target.advance(n)
 
 
 class Spool:

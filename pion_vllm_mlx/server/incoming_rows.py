@@ -17,7 +17,7 @@ from crc32c import crc32c
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import f16_to
 from pion_vllm_mlx.server import arguments
-from pion_vllm_mlx.server.inbound import MemoryInbound, Spool, StreamInbound
+from pion_vllm_mlx.server.inbound import MemoryInbound, RefusedBulk, Spool, StreamInbound
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.files import pread_into
 from pion_vllm_mlx.server.store.index import Session, group_of
@@ -171,6 +171,8 @@ async def store_rows(context: Context, args: list[Arg]) -> StoredRows:
         raise CommandError(f"{WHERE}: rows end beyond {MAX_TOKENS}")
     if request.head_major and not spec.head_major():
         raise CommandError(f"{WHERE}: LAYOUT HND needs HEADS and a format that can be cut at heads")
+    if isinstance(blob, RefusedBulk):
+        raise blob.reason
     if request.rows == 0 or spec.row_bytes == 0:
         return StoredRows(request)
     session.expects_head_major = request.head_major

@@ -73,6 +73,12 @@ def _text(text: str) -> str:
     return text
 
 
+def _password(text: str) -> str:
+    if not text:
+        raise ValueError("an empty password would leave the server open")
+    return text
+
+
 _FLAGS: dict[str, Flag] = {
     "--port": Flag("port", _number(0, 65533), help="RESP port (default 1974, 0: any)", metavar="N"),
     "--workers": Flag("workers", _number(1, 256), help="workers (1 for now)", metavar="N"),
@@ -81,7 +87,7 @@ _FLAGS: dict[str, Flag] = {
     "--dir": Flag("folder", Path, help="data folder (default: the current one)", metavar="PATH"),
     "--bind": Flag("bind", _address, help="IPv4 address to listen on", metavar="ADDR"),
     "--unixsocket": Flag("unixsocket", Path, help="also listen on this socket", metavar="PATH"),
-    "--requirepass": Flag("password", _text, help="password of the server", metavar="PW"),
+    "--requirepass": Flag("password", _password, help="password of the server", metavar="PW"),
     "--requirepass-file": Flag("password", _password_file, help="file with it", metavar="PATH"),
     "--ns-prefix": Flag("ns_prefix", str.encode, help="namespaces start with this", metavar="S"),
     "--no-wal": Flag("wal", value=False, help="no logs: only SAVE keeps anything"),
@@ -100,6 +106,12 @@ _FLAGS: dict[str, Flag] = {
     "--disk-budget": Flag("disk_budget", size, help="bytes on disk, 0: no limit", metavar="BYTES"),
     "--repair": Flag("repair", help="salvage damaged state files"),
     "--ephemeral": Flag("ephemeral", help="keep nothing past this process"),
+    "--stall-timeout": Flag(
+        "stall_seconds",
+        _number(1, 86_400),
+        help="close after half a command and so long a silence (30)",
+        metavar="SECONDS",
+    ),
     "--embedded": Flag("embedded", help="end when the last client has left"),
 }
 _FLAGS |= {

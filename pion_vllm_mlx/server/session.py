@@ -36,6 +36,7 @@ class ServerConfig:
     embedded: bool = False
     export_dir: Path | None = None
     max_connections: int = 10_000
+    stall_seconds: float = 30.0
 
     @property
     def address(self) -> str:

@@ -10,7 +10,7 @@ from crc32c import crc32c
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Effect, Reply, command
-from pion_vllm_mlx.server.inbound import MemoryInbound, StreamInbound
+from pion_vllm_mlx.server.inbound import MemoryInbound, RefusedBulk, StreamInbound
 from pion_vllm_mlx.server.outbound import Stream, file_range
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.eviction import drop_namespace
@@ -88,6 +88,8 @@ async def store_state(context: Context, args: list[Arg]) -> StoredState:
         stored = StoredState(sid, layer, blob.length, blob.crc, blob.region, b"")
     elif isinstance(blob, (bytes, MemoryInbound)):
         stored = await _from_memory(context, sid, layer, blob)
+    elif isinstance(blob, RefusedBulk):
+        raise blob.reason
     else:
         raise CommandError("argument is too long")
     if expected is not None and expected != stored.crc:
