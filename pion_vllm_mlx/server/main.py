@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
+import resource
 import signal
 import sys
 import tempfile
@@ -16,10 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from pion_vllm_mlx import __version__
-from pion_vllm_mlx.config import EmbeddedDefaults, ServerEnvironment
+from pion_vllm_mlx.config import MAX_SOCKET_PATH_BYTES, EmbeddedDefaults, ServerEnvironment
 from pion_vllm_mlx.errors import CommandError, ConfigError, DataFolderBusy, PionError
 from pion_vllm_mlx.server import commands, options
 from pion_vllm_mlx.server.app import Connection
+from pion_vllm_mlx.server.commands.export import remove_old_exports
 from pion_vllm_mlx.server.folder import DataFolder
 from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.ledger import Ledger
@@ -33,6 +34,8 @@ log = logging.getLogger("pion_vllm_mlx.server")
 EXIT_BUSY = 3
 #: a log past its size is saved away after so long without a write.
 QUIET_SECONDS = 2.0
+#: how long after a save that failed the next one is tried.
+SAVE_RETRY_SECONDS = 30.0
 _TICK_SECONDS = 0.25
 
 
@@ -49,6 +52,28 @@ def store_config(config: ServerConfig) -> StoreConfig:
     )
 
 
+def _clear_socket(path: Path) -> None:
+    """Remove the socket of an earlier process. Raises ConfigError for any other file."""
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(f"--unixsocket: {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes")
+    if path.is_socket():
+        path.unlink()
+    elif os.path.lexists(path):
+        raise ConfigError(f"--unixsocket: {path} exists and is not a socket")
+
+
+def _raise_file_limit() -> None:
+    """Allow as many open files as the system lets us: one a connection, one a segment."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for wanted in (1 << 20, 1 << 16, 10_240):
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        if limit <= soft:
+            return
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            return
+
+
 async def _listen(server: Server) -> list[asyncio.Server]:
     """Bind TCP and, where wanted, the Unix socket. Raises OSError."""
     config = server.config
@@ -59,7 +84,7 @@ async def _listen(server: Server) -> list[asyncio.Server]:
     listeners = [tcp]
     server.port = tcp.sockets[0].getsockname()[1]
     if config.unixsocket is not None:
-        config.unixsocket.unlink(missing_ok=True)
+        _clear_socket(config.unixsocket)
         old = os.umask(0o177)
         try:
             listeners.append(
@@ -76,26 +101,30 @@ async def _housekeeping(server: Server) -> None:
     """Once a tick: flush, save a long log in a quiet moment, close stalled connections."""
     store, config = server.store, server.config
     last_flush = time.monotonic()
+    next_save = 0.0
     while True:
         await asyncio.sleep(_TICK_SECONDS)
         now = time.monotonic()
         if config.appendfsync == "everysec" and now - last_flush >= 1.0 and store.flush_soon():
             last_flush = now
             await _guarded("flushing", store.flush)
-        quiet = now - store.last_write >= QUIET_SECONDS
+        quiet = now >= max(next_save, store.last_write + QUIET_SECONDS)
         if quiet and store.vstore_wal.size + store.ssm_wal.size > store.config.wal_size:
-            await _guarded("saving", store.save)
+            saved = await _guarded("saving", store.save)
+            next_save = now + (0 if saved else SAVE_RETRY_SECONDS)
         for connection in list(server.connections.values()):
             if connection.stalled(asyncio.get_running_loop().time()):
                 connection.abort()
 
 
-async def _guarded(what: str, work: Callable[[], Awaitable[None]]) -> None:
-    """A failing disk must not end housekeeping."""
+async def _guarded(what: str, work: Callable[[], Awaitable[None]]) -> bool:
+    """Whether it went well: a failing disk must not end housekeeping."""
     try:
         await work()
     except (OSError, CommandError) as error:
         log.error("%s failed: %s", what, error)
+        return False
+    return True
 
 
 async def _until_deserted(server: Server, defaults: EmbeddedDefaults) -> None:
@@ -120,8 +149,9 @@ async def serve(config: ServerConfig, folder: DataFolder) -> None:
         print(f"V-store WAL replayed: {store.replayed.vstore} records", flush=True)
     if store.replayed.ssm:
         print(f"SSM WAL replayed: {store.replayed.ssm} records", flush=True)
-    shutil.rmtree(config.folder / "pion-export", ignore_errors=True)
+    remove_old_exports(config)
     server = Server(config, store, Ledger(), WindowPool())
+    store.on_change = server.sessions_changed
     listeners = await _listen(server)
     socket_path = str(config.unixsocket) if config.unixsocket else None
     folder.publish_status(port=server.port, unixsocket=socket_path, version=__version__)
@@ -159,6 +189,7 @@ async def _stop(
 
 
 def _run(config: ServerConfig) -> None:
+    _raise_file_limit()
     folder = DataFolder(config.folder)
     work = serve(config, folder)
     try:

@@ -23,6 +23,8 @@ from pion_vllm_mlx.server.store.index import InSegment, Place
 GATHER_BYTES = 64 << 10
 #: how long a thread waits for a reader before it gives the work back.
 PATIENCE_MS = 20
+#: bytes after which a thread lets others have a turn.
+TURN_BYTES = 16 << 20
 
 
 class FileRange(NamedTuple):
@@ -64,6 +66,17 @@ def chunk_length(chunk: Chunk) -> int:
     return len(chunk) if isinstance(chunk, bytes) else chunk.length
 
 
+def zeros(length: int) -> Chunk:
+    """``length`` zero bytes, never all of them in memory at once."""
+
+    def windows() -> Iterator[bytes]:
+        window = bytes(GATHER_BYTES)
+        for offset in range(0, length, GATHER_BYTES):
+            yield window[: length - offset]
+
+    return bytes(length) if length <= GATHER_BYTES else Computed(length, windows)
+
+
 def file_range(place: Place, offset: int, length: int) -> FileRange:
     """A range counted from a place's first byte."""
     file = place.segment.file if isinstance(place, InSegment) else place.file
@@ -84,11 +97,12 @@ class Sender:
         self._range: FileRange | None = None
 
     def turn(self) -> bool:
-        """Send until done (True) or until the reader keeps us waiting (False).
+        """Send until done (True), or until the reader keeps us waiting or others should go on.
 
         Raises ReaderGone, or OSError when a file cannot be read.
         """
-        while True:
+        left = TURN_BYTES
+        while left > 0:
             if not self._bytes and self._range is None:
                 step = next(self._steps, None)
                 if step is None:
@@ -98,22 +112,24 @@ class Sender:
                 else:
                     self._bytes = memoryview(step).cast("B")
             try:
-                self._send()
+                left -= self._send()
             except BlockingIOError:
                 if not _writable(self._sock):
                     return False
             except (ConnectionError, TimeoutError) as error:
                 raise ReaderGone(str(error)) from error
+        return False
 
-    def _send(self) -> None:
+    def _send(self) -> int:
         if self._range is None:
             sent = self._sock.send(self._bytes)
             self._bytes = self._bytes[sent:]
-            return
+            return sent
         file, offset, length = self._range
         sent = self._sendfile(file.fd, offset, length)
         rest = FileRange(file, offset + sent, length - sent)
         self._range = rest if rest.length else None
+        return sent
 
     def _sendfile(self, fd: int, offset: int, length: int) -> int:
         if sys.platform == "darwin" and self._sock.family == socket.AF_UNIX:

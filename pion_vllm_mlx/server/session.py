@@ -11,6 +11,7 @@ from typing import Any
 
 from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.ledger import Ledger
+from pion_vllm_mlx.server.store.index import group_of
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
 
@@ -89,11 +90,16 @@ class Server:
     commands_total: int = 0
     last_save: int = 0
 
-    def forget_exports(self, sids: Iterable[bytes]) -> None:
-        """Delete the exported files of sessions that change; who has one open keeps it."""
-        gone = set(sids)
-        for key in [key for key in self.exports if gone & set(key[:2])]:
+    def sessions_changed(self, sids: Iterable[bytes]) -> None:
+        """Delete the exported files of sessions that changed; who has one open keeps it.
+
+        A reported prefill time goes with its namespace.
+        """
+        changed = set(sids)
+        for key in [key for key in self.exports if changed & set(key[:2])]:
             self.exports.pop(key).path.unlink(missing_ok=True)
+        for sid in changed - self.store.state.sessions.keys():
+            self.prefill_ms.pop(group_of(sid), None)
 
 
 @dataclass(frozen=True)

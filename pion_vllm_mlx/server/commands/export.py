@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
@@ -11,18 +12,34 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pion_vllm_mlx.errors import CommandError
-from pion_vllm_mlx.formats import get_format, to_f16, transpose_rows
+from pion_vllm_mlx.formats import Format, Part, get_format, to_f16, transpose_rows
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Reply, command
-from pion_vllm_mlx.server.session import Context, Export
+from pion_vllm_mlx.server.session import Context, Export, ServerConfig
 from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, FileHandle, pwrite_all
 from pion_vllm_mlx.server.store.index import LayerRows, Session
-from pion_vllm_mlx.server.store.rows import as_bytes, read_layer
+from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, as_bytes, read_layer
 from pion_vllm_mlx.server.store.store import disk_error
 from pion_vllm_mlx.wire.resp import Arg
 
 WHERE = "V.EXPORT"
 MAX_TOKENS = (1 << 31) - 1
+
+
+def export_folder(config: ServerConfig) -> Path:
+    """Where exports go; several servers may share a chosen folder."""
+    return config.export_dir or config.folder / "pion-export"
+
+
+def export_prefix(config: ServerConfig) -> str:
+    """How the names of this data folder's exports begin."""
+    return f"export-{hashlib.sha256(os.fsencode(config.folder)).hexdigest()[:12]}-"
+
+
+def remove_old_exports(config: ServerConfig) -> None:
+    """Delete what an earlier process on this data folder exported."""
+    for path in export_folder(config).glob(export_prefix(config) + "*"):
+        path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -36,6 +53,19 @@ class ExportRequest:
     heads: int
     head_dim: int
     stored: bool
+
+    @property
+    def count(self) -> int:
+        """Rows of every tensor."""
+        return self.end - self.start
+
+    def kind(self, rows: LayerRows) -> Format:
+        """The format in which one layer's rows are written."""
+        return rows.spec.format if self.stored else get_format("fp16")
+
+    def parts(self, rows: LayerRows) -> tuple[Part, ...]:
+        """The tensors of one layer's side, for one head."""
+        return self.kind(rows).per_head(self.heads).parts(rows.spec.width // self.heads)
 
     def tensors(self) -> Iterator[tuple[str, LayerRows]]:
         for layer in range(self.layers):
@@ -77,31 +107,45 @@ def _check(session: Session, layer: int, request: ExportRequest) -> None:
         raise CommandError(f"{WHERE}: layer {layer} has no rows")
     if rows.spec.width != request.heads * request.head_dim:
         raise CommandError(f"{WHERE}: heads x head_dim is not the stored width {rows.spec.width}")
+    if request.end > rows.count:
+        raise CommandError(f"{WHERE}: layer {layer} has only {rows.count} rows")
     if rows.spec.fmt.startswith("raw:") and not request.stored:
         raise CommandError(f"{WHERE}: opaque rows need FMT STORED")
+    if not request.kind(rows).head_major(rows.spec.width, request.heads):
+        raise CommandError(f"{WHERE}: {rows.spec.fmt} rows cannot be cut at heads; leave FMT away")
 
 
-def _arrays(request: ExportRequest, name: str, rows: LayerRows) -> Iterator[tuple[str, memoryview]]:
-    """Name and bytes ``[1, H, n, D]`` of every tensor of one layer's side. Reads the disk."""
-    heads = request.heads
-    wire = read_layer(rows, request.start, request.end)
-    kind = rows.spec.format if request.stored else get_format("fp16")
-    if not request.stored:
-        wire = to_f16(rows.spec.format, wire)
-    by_head = transpose_rows(kind, wire, rows.spec.width, heads, to_head_major=True)
-    at = 0
-    for part in kind.per_head(heads).parts(rows.spec.width // heads):
-        yield name + part.suffix, as_bytes(by_head[:, :, at : at + part.bytes_per_row])
-        at += part.bytes_per_row
+def _write_layer(fd: int, at: int, request: ExportRequest, rows: LayerRows) -> int:
+    """Write the tensors ``[1, H, n, D]`` of one layer's side from ``at`` on; where they end.
+
+    Reads and writes a window of rows at a time.
+    """
+    heads, width = request.heads, rows.spec.width
+    kind = request.kind(rows)
+    parts = request.parts(rows)
+    step = max(1, WINDOW_BYTES // (max(width * 4, rows.spec.row_bytes)))
+    for first in range(request.start, request.end, step):
+        wire = read_layer(rows, first, min(first + step, request.end))
+        if not request.stored:
+            wire = to_f16(rows.spec.format, wire)
+        by_head = transpose_rows(kind, wire, width, heads, to_head_major=True)
+        base, column = at, 0
+        for part in parts:
+            piece = by_head[:, :, column : column + part.bytes_per_row]
+            for head in range(heads):
+                row = head * request.count + first - request.start
+                pwrite_all(fd, as_bytes(piece[head]), base + row * part.bytes_per_row)
+            base += heads * request.count * part.bytes_per_row
+            column += part.bytes_per_row
+    return at + heads * request.count * sum(part.bytes_per_row for part in parts)
 
 
 def _header(request: ExportRequest) -> tuple[bytes, int]:
     """The safetensors header and the size of the data behind it."""
     entries, at = {}, 0
-    count = request.end - request.start
+    count = request.count
     for name, rows in request.tensors():
-        kind = rows.spec.format if request.stored else get_format("fp16")
-        for part in kind.per_head(request.heads).parts(rows.spec.width // request.heads):
+        for part in request.parts(rows):
             length = request.heads * count * part.bytes_per_row
             entries[name + part.suffix] = {
                 "dtype": part.dtype,
@@ -123,10 +167,8 @@ def _write(request: ExportRequest, path: Path) -> None:
         header, _ = _header(request)
         pwrite_all(file.fd, header, 0)
         at = len(header)
-        for name, rows in request.tensors():
-            for _, data in _arrays(request, name, rows):
-                pwrite_all(file.fd, data, at)
-                at += len(data)
+        for _, rows in request.tensors():
+            at = _write_layer(file.fd, at, request, rows)
     except (OSError, CommandError):
         temporary.unlink(missing_ok=True)
         raise
@@ -152,8 +194,9 @@ async def v_export(context: Context, args: list[Arg]) -> Reply:
         return str(known.path)
     if not await context.store.verified(request.sessions):
         raise CommandError(f"{WHERE}: session not found (its rows did not verify)")
-    folder = context.server.config.export_dir or context.server.config.folder / "pion-export"
-    path = folder.resolve() / f"export-{secrets.token_hex(8)}.safetensors"
+    folder = export_folder(context.server.config)
+    name = f"{export_prefix(context.server.config)}{secrets.token_hex(8)}.safetensors"
+    path = folder.resolve() / name
     await context.store.make_room(0)
     try:
         await context.store.run(lambda: _write(request, path))
@@ -163,7 +206,8 @@ async def v_export(context: Context, args: list[Arg]) -> Reply:
     if gone or _version(request) != version:
         path.unlink(missing_ok=True)
         raise CommandError(f"{WHERE}: the session changed while it was exported")
-    if known is not None:
-        known.path.unlink(missing_ok=True)
+    stale = exports.get(key)
+    if stale is not None:
+        stale.path.unlink(missing_ok=True)
     exports[key] = Export(path, version)
     return str(path)

@@ -158,10 +158,7 @@ def kv_prefix_drop(context: Context, args: list[Arg]) -> Effect:
     effects: list[Record] = []
     held = 0
     for namespace in namespaces:
-        sides = context.state.sides(namespace)
-        held += bool(sides)
-        context.server.forget_exports(session.sid for session in sides)
-        context.server.prefill_ms.pop(namespace, None)
+        held += bool(context.state.sides(namespace))
         effects += drop_namespace(context.state, namespace, "dropped", int(time.time()))
     return Effect(effects, held)
 

@@ -14,7 +14,7 @@ import numpy as np
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Reply, command
-from pion_vllm_mlx.server.outbound import Chunk, Computed, Stream, file_range
+from pion_vllm_mlx.server.outbound import Chunk, Computed, Stream, file_range, zeros
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.index import LayerRows, Session
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, as_bytes, read_head, read_layer
@@ -69,12 +69,12 @@ def _ranges(rows: LayerRows, wanted: Wanted) -> Iterator[Chunk]:
         at = wanted.start
         for extent, places in zip(covering, pieces, strict=True):
             if extent.start > at:
-                yield bytes((extent.start - at) * row)
+                yield zeros((extent.start - at) * row)
             piece = places[head if len(places) > 1 else 0]
             yield file_range(extent.run.place, piece.offset, piece.length)
             at = extent.end
         if at < wanted.end:
-            yield bytes((wanted.end - at) * row)
+            yield zeros((wanted.end - at) * row)
 
 
 def _as_stored(rows: LayerRows, wanted: Wanted) -> bool:
@@ -173,9 +173,12 @@ async def _reply(
     return stream
 
 
-async def _by_id(context: Context, session: Session, rows: LayerRows, ids: list[int]) -> Reply:
+async def _by_id(context: Context, session: Session, layer: int, ids: list[int]) -> Reply:
     """Float32 rows of the given tokens; nil when none of them is stored."""
-    if not any(True for token in ids for _ in rows.covering(token, token + 1)):
+    rows = session.layers.get(layer)
+    if rows is None or not any(True for token in ids for _ in rows.covering(token, token + 1)):
+        context.state.touch(session)
+        context.store.counters.fetches += 1
         return None
     if len(ids) * rows.spec.width * 4 > MAX_REPLY:
         raise CommandError(f"{WHERE}: the reply would be larger than {MAX_REPLY} bytes")
@@ -204,16 +207,13 @@ async def v_fetch(context: Context, args: list[Arg]) -> Reply:
         return await _batch(context, session, args)
     layer = arguments.integer(args[2], "layer", 0, MAX_TOKENS)
     session.spec(layer)
-    rows = session.layers.get(layer)
     if arguments.word(args[3]).upper() == b"RANGE":
         if len(args) < 6:
             raise CommandError(f"{WHERE}: RANGE needs start and end")
         wanted = _wanted(args[4:6], args[6:])
-        if rows is None:
-            return None
         return await _reply(context, session, [layer], wanted, one=True)
     ids = [arguments.integer(arg, "token id", 0, MAX_TOKENS) for arg in args[3:]]
-    return None if rows is None else await _by_id(context, session, rows, ids)
+    return await _by_id(context, session, layer, ids)
 
 
 async def _batch(context: Context, session: Session, args: list[Arg]) -> Reply:

@@ -28,6 +28,5 @@ def v_storebatch(context: Context, args: list[Arg], stored: StoredRows) -> Effec
         if session.spec(stored.request.layer) != stored.shape.spec:
             find_session(context, b"")
         effects.append(stored.record())
-        context.server.forget_exports([stored.request.sid])
         context.store.counters.bytes_stored += stored.shape.data_bytes
     return Effect(effects, Simple("OK"))

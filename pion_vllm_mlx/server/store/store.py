@@ -28,7 +28,7 @@ from pion_vllm_mlx.server.store.eviction import (
 )
 from pion_vllm_mlx.server.store.files import publish
 from pion_vllm_mlx.server.store.index import Run, Session, group_of
-from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
+from pion_vllm_mlx.server.store.records import Create, Drop, DropStates, Record, Rows
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
 from pion_vllm_mlx.server.store.rows import verify_run
 from pion_vllm_mlx.server.store.sealing import seal_group
@@ -93,6 +93,8 @@ class Store:
         self.replayed = Replayed(found.vstore_replayed, found.ssm_replayed, found.notes)
         self.counters = Counters(damaged=found.damaged)
         self.last_write = time.monotonic()
+        #: told which sessions changed or went, after every effect
+        self.on_change: Callable[[list[bytes]], None] = lambda sids: None
         self._lock = asyncio.Lock()
         self.io = ThreadPoolExecutor(4, thread_name_prefix="store-io")
         self._log_thread = ThreadPoolExecutor(1, thread_name_prefix="store-log")
@@ -126,6 +128,7 @@ class Store:
             logged = await loop.run_in_executor(self._log_thread, wal.append, mine)
             for entry in logged:
                 self.state.apply(entry)
+        self.on_change([sid for effect in effects for sid in sessions_of(effect)])
         self.last_write = time.monotonic()
         self.discard_unused()
         if self.config.appendfsync == "always":
@@ -181,9 +184,7 @@ class Store:
     def _excess(self, nbytes: int) -> int:
         """Bytes that have to go before ``nbytes`` more fit; not positive when they fit."""
         free = shutil.disk_usage(self.config.folder).free
-        return nbytes + max(
-            self.disk_bytes() - self.config.disk_budget, RESERVED_FREE_BYTES - free
-        )
+        return nbytes + max(self.disk_bytes() - self.config.disk_budget, RESERVED_FREE_BYTES - free)
 
     def disk_bytes(self) -> int:
         """Bytes of the segment files on disk."""
@@ -333,6 +334,16 @@ class Store:
             await self.flush()
         self._log_thread.shutdown()
         self.io.shutdown()
+
+
+def sessions_of(effect: Record) -> tuple[bytes, ...]:
+    """The V-store sessions that a record changes."""
+    match effect:
+        case Rows() | Create():
+            return (effect.sid,)
+        case Drop():
+            return effect.sids
+    return ()
 
 
 def disk_error(error: OSError) -> CommandError:
