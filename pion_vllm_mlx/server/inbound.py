@@ -9,6 +9,7 @@ connections; when it is spent, reading pauses.
 from __future__ import annotations
 
 import asyncio
+import mmap
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -32,7 +33,7 @@ class WindowPool:
     def __init__(self, budget: int = IN_FLIGHT_BYTES) -> None:
         self.budget = budget
         self.held = 0
-        self._free: list[bytearray] = []
+        self._free: list[mmap.mmap] = []
         self._waiting: dict[Callable[[], None], None] = {}
 
     def take(self, length: int, when_room: Callable[[], None]) -> memoryview | None:
@@ -45,7 +46,7 @@ class WindowPool:
             return None
         self.held += length
         if length > WINDOW_BYTES // 2:
-            buffer = self._free.pop() if self._free else bytearray(WINDOW_BYTES)
+            buffer = self._free.pop() if self._free else _aligned_memory(WINDOW_BYTES)
             return memoryview(buffer)[:length]
         return memoryview(bytearray(length))
 
@@ -53,7 +54,7 @@ class WindowPool:
         """Return a window; nothing may use it any more."""
         self.held -= len(window)
         buffer = window.obj
-        if isinstance(buffer, bytearray) and len(buffer) == WINDOW_BYTES:
+        if isinstance(buffer, mmap.mmap):
             self._free.append(buffer)
         if self._waiting:
             # later: who gives back may be in the middle of answering
@@ -61,6 +62,11 @@ class WindowPool:
             loop = asyncio.get_running_loop()
             for wake in waiting:
                 loop.call_soon(wake)
+
+
+def _aligned_memory(length: int) -> mmap.mmap:
+    """Fresh memory that starts at a page: copies out of a socket are slow to odd places."""
+    return mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class MemoryInbound:

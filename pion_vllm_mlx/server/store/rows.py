@@ -55,7 +55,6 @@ class _PartStream:
 
     def take(self, data: memoryview) -> Iterator[tuple[int, memoryview]]:
         """Split the next bytes into ``(offset in the run, bytes)``."""
-        self.crc = crc32c(data, self.crc)
         while data:
             head, at = divmod(self.done, self.block)
             count = min(self.block - at, len(data))
@@ -94,11 +93,15 @@ class RunWriter:
         self.stream_crc = crc32c(window, self.stream_crc)
         self.written += len(window)
         if len(self._parts) == 1:
+            # the only part is the whole stream: one pass over the bytes for both checksums
+            self._parts[0].crc = self.stream_crc
             self._put(self._parts[0], window)
             return
         rows = np.frombuffer(window, np.uint8).reshape(-1, self.unit_bytes)
         for stream, part in zip(self._parts, self.shape.spec.format.split(rows), strict=True):
-            self._put(stream, as_bytes(part))
+            data = as_bytes(part)
+            stream.crc = crc32c(data, stream.crc)
+            self._put(stream, data)
 
     def _put(self, stream: _PartStream, data: memoryview) -> None:
         for offset, piece in stream.take(data):
