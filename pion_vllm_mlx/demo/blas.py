@@ -10,8 +10,8 @@ from pathlib import Path
 from pion_vllm_mlx import config
 
 ADVICE = (
-    "MLX multiplies with a slow library here, so the demo is shortened. With OpenBLAS it is\n"
-    "about ten times as fast: apt-get install libopenblas0-pthread"
+    "MLX multiplies with a slow library here. With OpenBLAS the demo is about ten times as fast:\n"
+    "apt-get install libopenblas0-pthread"
 )
 
 
@@ -23,19 +23,22 @@ class MatrixLibrary:
     environment: dict[str, str]
 
 
-def matrix_library() -> MatrixLibrary:
-    """On a Mac MLX uses Metal; on Linux its CPU wheel is slow without a preloaded BLAS."""
+def matrix_library(root: Path = Path("/")) -> MatrixLibrary:
+    """On a Mac MLX uses Metal; on Linux its CPU wheel is slow without a preloaded BLAS.
+
+    ``root`` is where the system's files are looked for.
+    """
     inherited = config.child_environment({})
     if sys.platform == "darwin" or "blas" in config.preloaded_libraries():
         return MatrixLibrary(True, inherited)
-    installed = debian_openblas()
+    installed = debian_openblas(root)
     if installed is None:
         return MatrixLibrary(False, inherited)
     return MatrixLibrary(True, config.child_environment({"LD_PRELOAD": str(installed)}))
 
 
-def debian_openblas() -> Path | None:
+def debian_openblas(root: Path) -> Path | None:
     """Where Debian and Ubuntu put the threaded OpenBLAS, if it is there."""
-    folder = Path(f"/usr/lib/{platform.machine()}-linux-gnu/openblas-pthread")
+    folder = root / f"usr/lib/{platform.machine()}-linux-gnu/openblas-pthread"
     library = folder / "libopenblas.so.0"
     return library if library.exists() else None

@@ -18,12 +18,16 @@ WorkerReport = dict[str, Any]
 
 @dataclass(frozen=True)
 class Row:
-    """One question, warm and cold; times in milliseconds to the first token."""
+    """One question, warm and cold; times in milliseconds to the first token.
+
+    ``restore_ms`` is the part of ``warm_ms`` until the prefix's cache was there.
+    """
 
     question: str
     prefix_tokens: int
     cold_ms: float
     warm_ms: float
+    restore_ms: float
     ratio: float
     lane: str
     bytes: int
@@ -99,6 +103,7 @@ def _row(prefix_tokens: int, question: dict[str, Any]) -> Row:
         prefix_tokens=prefix_tokens,
         cold_ms=question["cold_ms"],
         warm_ms=question["warm_ms"],
+        restore_ms=question["restore_ms"],
         ratio=question["cold_ms"] / question["warm_ms"],
         lane=question["lane"],
         bytes=question["bytes"],
@@ -125,6 +130,16 @@ def table(rows: list[Row]) -> str:
             f"{'yes' if row.identical else 'no'}{note}"
         )
     return "\n".join(lines)
+
+
+def where_the_time_went(rows: list[Row]) -> str:
+    """How much of the warm time is the store's, and how much the question's own tokens."""
+    restore = statistics.median(row.restore_ms for row in rows)
+    rest = statistics.median(row.warm_ms - row.restore_ms for row in rows)
+    return (
+        f"Of the warm time, {restore:.0f} ms fetch the prefix and {rest:.0f} ms are the "
+        "question's own tokens (medians)."
+    )
 
 
 def receipt_text(receipt: dict[str, Any]) -> str:

@@ -76,7 +76,7 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; 0 if all was as promised, 1 if not."""
-    options = _parse(arguments)
+    options = parse_options(arguments)
     result = report.DemoResult()
     with contextlib.redirect_stdout(sys.stderr) if options.json else contextlib.nullcontext():
         _run(options, result)
@@ -85,7 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if result.problems else 0
 
 
-def _parse(arguments: Sequence[str] | None) -> Options:
+def parse_options(arguments: Sequence[str] | None) -> Options:
+    """The options in ``arguments`` (default: the process's); ends the process on nonsense."""
     parser = argparse.ArgumentParser(
         prog="pion-vllm-mlx demo",
         description="A prefix prefilled by one process, reused by others: timed and compared.",
@@ -115,7 +116,12 @@ def _run(options: Options, result: report.DemoResult) -> None:
     amounts = options.amounts(library.fast)
     result.shortened = not library.fast and amounts != options.amounts(fast=True)
     if not library.fast:
-        print(blas.ADVICE, end="\n\n")
+        print(blas.ADVICE)
+    if result.shortened:
+        print(
+            f"Shortened to {amounts.prefix_tokens} tokens of prefix, {amounts.num_questions} "
+            f"questions and {amounts.num_tokens} tokens an answer; the options ask for more."
+        )
     started = time.monotonic()
     model = options.model or str(ensure_model(quiet=False))
     result.set_up_seconds = time.monotonic() - started
@@ -186,12 +192,17 @@ class Demo:
         done = self._process(self.data, 0)
         stats = done["stats"]
         self.result.stored = {
+            "key_ms": done["key_ms"],
             "prefill_ms": done["prefill_ms"],
             "store_ms": float(stats["store_ms_total"]),
         }
         self.result.expect(stats["hits"] == 0, "A: a hit in an empty store")
+        self.result.expect(stats["store_failures"] == 0, "A: the prefix was not stored")
         times = self.result.stored
-        print("  prefilled in {prefill_ms:.0f} ms, stored in {store_ms:.0f} ms".format(**times))
+        print(
+            "  prefilled in {prefill_ms:.0f} ms, stored in {store_ms:.0f} ms; the weights were "
+            "hashed for the key in {key_ms:.0f} ms, once a process".format(**times)
+        )
 
     def _ask(self) -> list[int]:
         """Process B; the tokens of its first answer."""
@@ -201,6 +212,7 @@ class Demo:
         done = self._process(self.data, number, compare=True, PION_PROMPT_CACHE_NO_INPROC="1")
         self.result.take_questions(done)
         print(report.table(self.result.rows))
+        print(report.where_the_time_went(self.result.rows))
         tokens: list[int] = done["questions"][0]["tokens"]
         return tokens
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from pathlib import Path
 
@@ -47,3 +48,21 @@ def test_the_demo_finds_everything_as_promised(
     assert found["flipped_byte_reason"]
     assert int(found["receipt"]["kvprefix_hits"]) >= 2
     assert not list(tmp_path.glob("pion-demo-*"))
+
+
+def test_another_lane_than_the_expected_one_is_a_failure_with_its_name(
+    tiny_model: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_EXPORT", "1")
+    amounts = ["--prefix-tokens", "40", "--questions", "1", "--tokens", "2"]
+    assert main(["--model", str(tiny_model), *amounts, "--keep-data"]) == 1
+    out, _ = capfd.readouterr()
+    assert re.search(r"NOT AS PROMISED: B, question 1: lane (stored|range)\n", out)
+    assert re.search(r"NOT AS PROMISED: C: lane (stored|range)\n", out)
+    assert "PROMISED: D" not in out
+    (kept,) = tmp_path.glob("pion-demo-*")
+    assert list((kept / "data").glob("pion.segments.*/*"))

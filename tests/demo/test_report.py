@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from pion_vllm_mlx.demo.flip import FlippedByte
-from pion_vllm_mlx.demo.report import DemoResult, as_json, receipt_text, table
+from pion_vllm_mlx.demo.report import DemoResult, as_json, receipt_text, table, where_the_time_went
 
 GOOD = {
     "question": "How high is it?",
     "tokens": [5, 6, 7],
     "text": " 26 m",
     "warm_ms": 100.0,
+    "restore_ms": 12.0,
     "cold_ms": 2000.0,
     "hit": True,
     "lane": "mapped",
@@ -104,6 +105,11 @@ def test_the_table_has_a_line_a_question_with_its_figures() -> None:
     assert "identical" in header
     for figure in ("512", "2000 ms", "100 ms", "20.0x", "mapped", "9,000,000", "yes"):
         assert figure in line
+
+
+def test_the_time_to_fetch_is_told_apart_from_the_questions_own() -> None:
+    result = _result(_report(), _report(), _report(**MISS))
+    assert "12 ms fetch the prefix and 88 ms" in where_the_time_went(result.rows)
 
 
 def test_the_receipt_shows_the_prefix_fields() -> None:
