@@ -48,6 +48,14 @@ def drop_namespace(state: State, namespace: bytes, reason: str, at: int) -> list
     return effects
 
 
+def drop_damaged(state: State, sid: bytes, reason: str, at: int) -> list[Record]:
+    """The records that free a session with all that belongs to its namespace."""
+    effects = drop_namespace(state, group_of(sid), reason, at)
+    if group_of(sid) == sid and sid in state.sessions:
+        effects.insert(0, Drop((sid,), reason, at))
+    return effects
+
+
 def drop_session(state: State, session: Session, reason: str, at: int) -> list[Record]:
     """The records that free one session; its namespace's states go along, it can hit no more."""
     effects: list[Record] = [Drop((session.sid,), reason, at)]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import mmap
 import os
+import resource
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
+#: what the name of a file ends with until it is complete.
+TEMPORARY = ".tmp"
+_WRITE_BYTES = 1 << 20
+_MANY_FILES = 1 << 18
 
 
 class FileHandle:
@@ -40,8 +48,14 @@ class FileHandle:
     def size(self) -> int:
         return os.fstat(self.fd).st_size
 
+    def mapped(self) -> memoryview:
+        """The whole content, read only, without a copy in this process's own memory."""
+        if self.size() == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ))
 
-def pwrite_all(fd: int, data: memoryview | bytes, offset: int) -> None:
+
+def pwrite_all(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None:
     """Write every byte of ``data`` at ``offset``; raises OSError when it cannot."""
     view = memoryview(data)
     while view:
@@ -67,6 +81,20 @@ def pread_exactly(fd: int, length: int, offset: int) -> bytes:
     return bytes(data)
 
 
+def raise_file_limit() -> None:
+    """Allow as many open files as the system lets us: every segment is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    # macOS refuses more than kern.maxfilesperproc, whatever the hard limit says
+    for limit in (wanted, 61_440, 24_576, 10_240):
+        if soft < limit <= wanted:
+            with contextlib.suppress(OSError, ValueError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                return
+
+
 def flush(fd: int) -> None:
     """Bring a file to stable storage; on macOS past the drive's cache too."""
     if sys.platform == "darwin":
@@ -84,18 +112,38 @@ def flush_directory(path: Path) -> None:
         os.close(fd)
 
 
-def publish(path: Path, chunks: list[bytes | memoryview]) -> None:
-    """Replace ``path`` by a new durable file: temporary file, flush, rename, flush."""
-    temporary = path.with_name(path.name + ".tmp")
-    handle = FileHandle(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+def _gathered(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | bytearray]:
+    """The same bytes in fewer pieces."""
+    buffer = bytearray()
+    for chunk in chunks:
+        buffer += chunk
+        if len(buffer) >= _WRITE_BYTES:
+            yield buffer
+            buffer = bytearray()
+    yield buffer
+
+
+def publish(path: Path, chunks: Iterable[bytes | memoryview]) -> FileHandle:
+    """Replace ``path`` by a new durable file: temporary file, flush, rename, flush.
+
+    Returns the new file, open. Raises OSError; unless only the last flush failed,
+    what was at ``path`` stands, and no temporary file is left.
+    """
+    temporary = path.with_name(path.name + TEMPORARY)
+    published = False
     try:
+        handle = FileHandle(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         offset = 0
-        for chunk in chunks:
+        for chunk in _gathered(chunks):
             pwrite_all(handle.fd, chunk, offset)
             offset += len(chunk)
         flush(handle.fd)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, path)
+        os.replace(temporary, path)
+        published = True
+    finally:
+        if not published:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+    handle.path = path
     flush_directory(path.parent)
+    return handle

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -44,7 +44,8 @@ def place_fd(place: Place) -> int:
 class Run:
     """Consecutive rows of one layer that were stored together.
 
-    ``live`` counts the extents that still show part of it.
+    ``live`` counts the extents that still show part of it. ``place`` and ``shape``
+    never change: threads read them together. A run that moves is replaced by another.
     """
 
     run_id: int
@@ -96,6 +97,12 @@ class LayerRows:
         self.extents = kept
         self.count = max(self.count, end)
         return list({id(old): old for old in touched if old.live == 0}.values())
+
+    def replace_runs(self, moved: Mapping[int, Run]) -> None:
+        """Show other runs, found by the number of the run whose place they take."""
+        self.extents = [
+            extent._replace(run=moved.get(extent.run.run_id, extent.run)) for extent in self.extents
+        ]
 
     def covering(self, start: int, end: int) -> Iterator[Extent]:
         """The extents that show rows of ``[start, end)``, clipped to it."""

@@ -71,7 +71,7 @@ class Create(Record):
         }
 
     @classmethod
-    def parse(cls, f: dict[str, Any], blob: bytes) -> Create:
+    def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> Create:
         specs = {int(k): (int(w), str(m), int(h)) for k, (w, m, h) in f["specs"].items()}
         return cls(raw(f["sid"]), f["dim"], f["requested"], f["fmt"], f["heads"], specs)
 
@@ -81,7 +81,9 @@ class Rows(Record):
     """A run of rows arrived. In a segment at ``offset``, or inline when ``segment`` is empty.
 
     ``crc`` covers the rows as stored, ``sent_crc`` the same rows as they travel
-    in the storage format (they differ for formats of several parts only).
+    in the storage format (they differ for formats of several parts only). A run is
+    known by the sequence number of its first record; a snapshot, whose records are
+    numbered anew, carries it in ``run_id``.
     """
 
     op = 2
@@ -96,13 +98,16 @@ class Rows(Record):
     segment: str = ""
     offset: int = 0
     blob: bytes | memoryview = b""
+    run_id: int = 0
 
     @property
     def inline(self) -> bytes | memoryview:
         return self.blob
 
     def fields(self) -> dict[str, Any]:
+        saved = {"run": self.run_id} if self.run_id else {}
         return {
+            **saved,
             "sid": text(self.sid),
             "layer": self.layer,
             "start": self.start,
@@ -116,7 +121,7 @@ class Rows(Record):
         }
 
     @classmethod
-    def parse(cls, f: dict[str, Any], blob: bytes) -> Rows:
+    def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> Rows:
         return cls(
             raw(f["sid"]),
             f["layer"],
@@ -129,6 +134,7 @@ class Rows(Record):
             f["segment"],
             f["offset"],
             blob,
+            f.get("run", 0),
         )
 
 
@@ -145,7 +151,7 @@ class Drop(Record):
         return {"sids": [text(s) for s in self.sids], "reason": self.reason, "at": self.at}
 
     @classmethod
-    def parse(cls, f: dict[str, Any], blob: bytes) -> Drop:
+    def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> Drop:
         return cls(tuple(raw(s) for s in f["sids"]), f["reason"], f["at"])
 
 
@@ -174,7 +180,7 @@ class Seal(Record):
         }
 
     @classmethod
-    def parse(cls, f: dict[str, Any], blob: bytes) -> Seal:
+    def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> Seal:
         moves = tuple((int(a), int(b), int(c)) for a, b, c in f["moves"])
         return cls(f["segment"], f["size"], f["header"], f["crc"], moves)
 
@@ -208,7 +214,7 @@ class StoreState(Record):
         }
 
     @classmethod
-    def parse(cls, f: dict[str, Any], blob: bytes) -> StoreState:
+    def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> StoreState:
         return cls(
             raw(f["sid"]), f["layer"], f["length"], f["crc"], f["segment"], f["offset"], blob
         )
@@ -227,7 +233,7 @@ class DropStates(Record):
         return {"sids": [text(s) for s in self.sids], "layer": self.layer}
 
     @classmethod
-    def parse(cls, f: dict[str, Any], blob: bytes) -> DropStates:
+    def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> DropStates:
         return cls(tuple(raw(s) for s in f["sids"]), f["layer"])
 
 
@@ -246,6 +252,6 @@ def parse(op: int, payload: bytes | memoryview) -> tuple[Record, int]:
         (length,) = _LENGTH.unpack_from(payload)
         begin = _LENGTH.size + length
         fields = json.loads(bytes(payload[_LENGTH.size : begin]))
-        return parser(fields, bytes(payload[begin:])), begin
-    except (ValueError, KeyError, TypeError, struct.error) as error:
+        return parser(fields, payload[begin:]), begin
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise DamagedData(f"operation {op}: {error}") from error

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pion_vllm_mlx.errors import DamagedData
-from pion_vllm_mlx.server.store import framing, records, snapshot
-from pion_vllm_mlx.server.store.files import FileHandle, pread_exactly
-from pion_vllm_mlx.server.store.index import InSegment
+from pion_vllm_mlx.errors import CommandError, DamagedData
+from pion_vllm_mlx.server.store import eviction, framing, records, snapshot
+from pion_vllm_mlx.server.store.files import FILE_MODE, TEMPORARY, FileHandle
+from pion_vllm_mlx.server.store.index import InSegment, Place
 from pion_vllm_mlx.server.store.segments import SegmentFolder
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.wal import Inline, Logged, Wal
@@ -54,6 +55,10 @@ class Paths:
     def segments(self) -> Path:
         return self._file("segments")
 
+    def all_files(self) -> tuple[Path, ...]:
+        """Every file that is replaced as a whole."""
+        return self.vstore, self.vstore_wal, self.ssm, self.ssm_wal
+
 
 @dataclass
 class Recovered:
@@ -90,7 +95,7 @@ class Recovery:
         self.notes: list[str] = []
         self.folder = SegmentFolder(paths.segments)
         self.state = State(self.folder.adopt, fresh=False)
-        self.damaged: set[bytes] = set()
+        self.aside: dict[Path, int] = {}
         self.salvaged = False
 
     def run(self) -> Recovered:
@@ -102,9 +107,12 @@ class Recovery:
         ssm = _Log(self.paths.ssm, framing.SSM_SNAPSHOT, self.paths.ssm_wal, framing.SSM_WAL)
         vstore_wal, vstore_count = self._replay(vstore)
         ssm_wal, ssm_count = self._replay(ssm)
-        self._drop_unreadable()
+        damaged = self._drop_unreadable({"vstore": vstore_wal, "ssm": ssm_wal})
         self._finish_segments()
         self.state.fresh = True
+        for path, skipped in self.aside.items():
+            if skipped:
+                self.notes.append(f"{path.name}: {skipped} more records were skipped")
         return Recovered(
             self.state,
             self.folder,
@@ -112,7 +120,7 @@ class Recovery:
             ssm_wal,
             vstore_count,
             ssm_count,
-            len(self.damaged),
+            damaged,
             self.salvaged,
             self.notes,
         )
@@ -126,36 +134,41 @@ class Recovery:
         return _Guard(self, path)
 
     def _replay(self, files: _Log) -> tuple[Wal, int]:
-        covered, loaded = 0, None
+        covered, loaded, lost = 0, None, True
         with self._guard(files.snapshot_path):
             loaded = snapshot.load(files.snapshot_path, files.snapshot_magic)
+            lost = False
         if loaded is not None:
             covered, content = loaded
             for logged in content:
                 self._apply(logged, files.snapshot_path)
-        last, count = self._replay_wal(files, covered)
+        last, count = self._replay_wal(files, covered, lost)
         wal = Wal(files.wal_path, files.wal_magic, last + 1, self.wal_enabled)
         return wal, count
 
-    def _replay_wal(self, files: _Log, covered: int) -> tuple[int, int]:
-        """Last LSN and how many records were applied; cuts a torn end off the file."""
+    def _replay_wal(self, files: _Log, covered: int, lost: bool) -> tuple[int, int]:
+        """Last LSN and how many records were applied; cuts a torn end off the file.
+
+        With a manifest that was ``lost`` the log is served as far as it stands by itself.
+        Without a log of our own, one that an earlier start left still counts.
+        """
         path = files.wal_path
-        if not self.wal_enabled or not path.exists():
+        if not path.exists():
             return covered, 0
         file = FileHandle(path, os.O_RDWR)
-        data = memoryview(pread_exactly(file.fd, file.size(), 0))
-        found = framing.scan(data, files.wal_magic, path.name)
+        found = _parsed(framing.scan(file.mapped(), files.wal_magic, path.name))
         if found.damage is not None:
-            damage = DamagedData(f"{path.name} at {found.damage.offset}: {found.damage.reason}")
-            self.damage(path, damage, keep=True)
+            reason = f"{path.name} at {found.damage.offset}: {found.damage.reason}"
+            self.damage(path, DamagedData(reason), keep=True)
         frames = [frame for frame in found.frames if frame.lsn > covered]
-        if frames and frames[0].lsn != covered + 1:
-            gap = f"{path.name}: records {covered + 1} to {frames[0].lsn - 1} are missing"
-            self.damage(path, DamagedData(gap), keep=True)
+        if frames and frames[0].lsn != covered + 1 and not lost:
+            missing = f"records {covered + 1} to {frames[0].lsn - 1} are missing"
+            reason = f"{path.name} at {framing.HEADER_BYTES}: {missing}"
+            self.damage(path, DamagedData(reason), keep=True)
             frames = []
         if found.torn_bytes:
             self.notes.append(f"{path.name}: torn end of {found.torn_bytes} bytes cut off")
-        if found.valid_bytes < len(data):
+        if found.valid_bytes < file.size():
             os.ftruncate(file.fd, found.valid_bytes)
         for frame in frames:
             record, begin = records.parse(frame.op, frame.payload)
@@ -167,41 +180,70 @@ class Recovery:
     def _apply(self, logged: Logged, path: Path) -> None:
         try:
             self.state.apply(logged)
-        except DamagedData as error:
-            self.damage(path, DamagedData(f"{path.name} record {logged.lsn}: {error}"), keep=True)
+        except (DamagedData, CommandError) as error:
+            reason = f"{path.name} record {logged.lsn}: {error}"
+            self.damage(path, DamagedData(reason), keep=True)
 
     def damage(self, path: Path, error: DamagedData, keep: bool) -> None:
         """Refuse, or with salvage set a copy (or the file itself) aside and go on."""
         if not self.salvage:
             raise error
         self.salvaged = True
+        if path in self.aside:
+            self.aside[path] += 1
+            return
+        self.aside[path] = 0
         aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
-        if path.exists() and not aside.exists():
-            if keep:
-                aside.write_bytes(path.read_bytes())
-                aside.chmod(0o600)
-            else:
-                os.replace(path, aside)
+        if keep:
+            shutil.copyfile(path, aside)
+            aside.chmod(FILE_MODE)
+        else:
+            os.replace(path, aside)
         note = f"{error}; the file is kept as {aside.name}"
         self.notes.append(note)
         log.warning("%s", note)
 
-    def _drop_unreadable(self) -> None:
-        """Sessions and states whose segment is gone or too short cannot be served."""
-        for session in list(self.state.sessions.values()):
-            for run in session.runs():
-                if isinstance(run.place, InSegment) and not _reaches(
-                    run.place, run.shape.data_bytes
-                ):
-                    self.damaged.add(session.sid)
-        for sid, layers in list(self.state.states.items()):
-            for blob in layers.values():
-                if isinstance(blob.place, InSegment) and not _reaches(blob.place, blob.length):
-                    self.damaged.add(sid)
-        for sid in self.damaged:
+    def _unreadable(self) -> set[bytes]:
+        """Sessions and states whose segment is gone or too short. Reads no rows."""
+        sizes = {
+            name: segment.file.size() if segment.file.fd >= 0 else -1
+            for name, segment in self.folder.segments.items()
+        }
+
+        def reaches(place: Place, length: int) -> bool:
+            if not isinstance(place, InSegment):
+                return True
+            return place.offset + length <= sizes[place.segment.name]
+
+        found = set()
+        for session in self.state.sessions.values():
+            if not all(reaches(run.place, run.shape.reach_bytes) for run in session.runs()):
+                found.add(session.sid)
+        for sid, layers in self.state.states.items():
+            if not all(reaches(blob.place, blob.length) for blob in layers.values()):
+                found.add(sid)
+        return found
+
+    def _drop_unreadable(self, logs: dict[str, Wal]) -> int:
+        """Drop what cannot be served, and log it: what is stored anew later must stand.
+
+        How many sessions, and states without one, went.
+        """
+        dropped = 0
+        now = int(time.time())
+        for sid in sorted(self._unreadable()):
+            reason = "damaged: rows or states are missing on disk"
+            before = len(self.state.sessions)
+            effects = eviction.drop_damaged(self.state, sid, reason, now)
+            effects += eviction.drop_namespace(self.state, sid, reason, now)
+            if not effects:
+                continue
+            for effect in dict.fromkeys(effects):
+                for logged in logs[effect.log].append([effect]):
+                    self.state.apply(logged)
+            dropped += max(1, before - len(self.state.sessions))
             self.notes.append(f"{sid.decode('latin-1')}: rows or states are missing on disk")
-            self.state.apply(Logged(0, records.Drop((sid,), "damaged", int(time.time())), None))
-            self.state.apply(Logged(0, records.DropStates((sid,)), None))
+        return dropped
 
     def _finish_segments(self) -> None:
         for segment in list(self.folder.segments.values()):
@@ -211,11 +253,20 @@ class Recovery:
         orphans = self.folder.remove_orphans()
         if orphans:
             self.notes.append(f"{orphans} segment files that nothing names were deleted")
+        for path in self.paths.all_files():
+            path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
 
 
-def _reaches(place: InSegment, length: int) -> bool:
-    fd = place.segment.file.fd
-    return fd >= 0 and place.offset + length <= os.fstat(fd).st_size
+def _parsed(found: framing.Scan) -> framing.Scan:
+    """The scan up to the first record that this version cannot read; that one is damage."""
+    for index, frame in enumerate(found.frames):
+        try:
+            records.parse(frame.op, frame.payload)
+        except DamagedData as error:
+            at = frame.payload_offset - framing.FRAME_BYTES
+            damage = framing.Damage(at, str(error))
+            return framing.Scan(found.frames[:index], found.covered_lsn, at, 0, damage)
+    return found
 
 
 class _Guard:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from pion_vllm_mlx.server.store.files import pread_exactly, pwrite_all
 from pion_vllm_mlx.server.store.index import (
@@ -69,9 +70,7 @@ def segment_tensors(state: State, segment: Segment) -> Iterator[Tensor]:
 class Mover:
     """Copies the inline runs of one group into a segment and lists the moves for its SEAL."""
 
-    def __init__(self, state: State, folder: SegmentFolder, group: bytes) -> None:
-        self.folder = folder
-        self.group = group
+    def __init__(self, state: State, group: bytes) -> None:
         self.runs = [
             (session, layer, run)
             for session in sessions_of(state, group)
@@ -89,18 +88,10 @@ class Mover:
     def tensors_needed(self) -> int:
         return sum(len(run.shape.spec.parts()) for _, _, run in self.runs)
 
-    def target(self, unsealed: list[Segment]) -> Segment | None:
-        """The segment to move into: the newest unsealed one with header space, or a new one."""
-        if not self.runs:
-            return None
-        needed = self.tensors_needed()
-        for segment in reversed(unsealed):
-            room = segment.data_start // TENSOR_HEADER_BYTES - segment.tensors - 2
-            if room >= needed:
-                return segment
-        segment = self.folder.create(self.group, 8 + header_bytes_for(needed + 2))
-        segment.closed = True
-        return segment
+    def fits(self, segment: Segment) -> bool:
+        """Whether the segment's header has room for every run."""
+        room = segment.data_start // TENSOR_HEADER_BYTES - segment.tensors - 2
+        return room >= self.tensors_needed()
 
     def move(self, segment: Segment) -> tuple[list[Tensor], tuple[tuple[int, int, int], ...]]:
         """Copy every run; their tensors and the moves. Reads and writes the disk."""
@@ -111,10 +102,8 @@ class Mover:
             shape = run.shape
             if last and shape.head_major:
                 shape = RunShape.spaced(shape.spec, shape.rows, True)
-            origin = segment.tail
+            origin = segment.append(shape.file_bytes, len(shape.spec.parts()))
             self._copy(run, shape, segment, origin)
-            segment.tail += shape.file_bytes
-            segment.tensors += len(shape.spec.parts())
             tensors += run_tensors(tensor_name(session, layer, run), shape, origin)
             moves.append((run.run_id, origin, shape.padded))
         return tensors, tuple(moves)
@@ -128,37 +117,75 @@ class Mover:
 
 
 def prepare_segment(state: State, segment: Segment) -> None:
-    """Work out tail and header space of a segment that was found unsealed at start."""
+    """Work out the tail of a segment that was found unsealed at start.
+
+    Nothing is written over: a reader may still hold a run there that no longer shows.
+    """
     if segment.tail:
         return
     tensors = list(segment_tensors(state, segment))
-    segment.data_start = min((t.offset for t in tensors), default=segment.data_start)
-    segment.tail = max((t.offset + t.length for t in tensors), default=segment.data_start)
+    end = max((t.offset + t.length for t in tensors), default=segment.data_start)
+    segment.tail = max(end, segment.file.size())
     segment.tensors = len(tensors)
 
 
-def seal_group(state: State, folder: SegmentFolder, group: bytes) -> list[Seal]:
-    """Seal every unsealed segment of a group, its inline runs moved in; the records to log.
+@dataclass
+class SealJob:
+    """What one sealing of a group does: these segments, short runs moved into ``target``."""
 
-    Changes files only. Called under the store's write lock, off the event loop; raises OSError.
+    state: State
+    folder: SegmentFolder
+    segments: list[Segment]
+    mover: Mover
+    target: Segment | None
+    created: bool
+
+    def carry_out(self) -> list[Seal]:
+        """Write headers and moved runs; the records to log. Blocks.
+
+        Changes files only. The write lock is held. Raises OSError, or ValueError for a
+        header without room.
+        """
+        seals = []
+        for segment in self.segments:
+            tensors = list(segment_tensors(self.state, segment))
+            moves: tuple[tuple[int, int, int], ...] = ()
+            if segment is self.target:
+                moved, moves = self.mover.move(segment)
+                tensors += moved
+            self.folder.seal(segment, tensors)
+            seals.append(
+                Seal(segment.name, segment.size, segment.header_bytes, segment.header_crc, moves)
+            )
+        return seals
+
+    def give_up(self) -> None:
+        """Sealing failed: a segment made for it goes again. On the event loop."""
+        if self.created and self.target is not None and not self.target.uses:
+            self.folder.unlink(self.target)
+
+
+def begin_seal(state: State, folder: SegmentFolder, group: bytes) -> SealJob:
+    """Choose what to seal of a group, and close it to further stores. Raises OSError.
+
+    On the event loop, under the write lock: a segment that is chosen here has no writer
+    and gets none.
     """
-    unsealed = [s for s in folder.segments.values() if s.group == group and not s.sealed]
+    unsealed = folder.unsealed(group)
     for segment in unsealed:
         prepare_segment(state, segment)
-    unsealed = [s for s in unsealed if s.writers == 0 and s.uses]
-    mover = Mover(state, folder, group)
-    target = mover.target(unsealed)
-    if target is not None and target not in unsealed:
-        unsealed.append(target)
-    seals = []
-    for segment in unsealed:
-        tensors = list(segment_tensors(state, segment))
-        moves: tuple[tuple[int, int, int], ...] = ()
-        if segment is target:
-            moved, moves = mover.move(segment)
-            tensors += moved
-        folder.seal(segment, tensors)
-        seals.append(
-            Seal(segment.name, segment.size, segment.header_bytes, segment.header_crc, moves)
-        )
-    return seals
+    ready = [s for s in unsealed if s.writers == 0 and s.uses]
+    for segment in ready:
+        segment.closed = True
+    mover = Mover(state, group)
+    target, created = None, False
+    if mover.runs:
+        target = next((s for s in reversed(ready) if mover.fits(s)), None)
+        if target is None:
+            target, created = (
+                folder.create(group, header_bytes_for(mover.tensors_needed() + 2)),
+                True,
+            )
+            target.closed = True
+            ready.append(target)
+    return SealJob(state, folder, ready, mover, target, created)

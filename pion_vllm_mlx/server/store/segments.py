@@ -34,6 +34,9 @@ HEADER_RESERVE = 64 << 10
 SMALL_HEADER_RESERVE = 8 << 10
 #: bytes of header JSON to count for one tensor, its name and a filler beside it.
 TENSOR_HEADER_BYTES = 260
+#: runs start at multiples of this: copies from the page cache to a socket or an
+#: array run at up to twice the speed where both sides are aligned alike.
+ALIGNMENT = 64
 MAX_SEGMENT_BYTES = 8 << 30
 _LENGTH = struct.Struct("<Q")
 
@@ -72,6 +75,7 @@ class Segment:
     uses: int = 0
     tensors: int = 0
     dirty: bool = False
+    _disk_bytes: int = 0
 
     @property
     def path(self) -> Path:
@@ -79,7 +83,18 @@ class Segment:
 
     def disk_bytes(self) -> int:
         """Bytes the file occupies; holes do not count."""
-        return os.fstat(self.file.fd).st_blocks * 512 if self.file.fd >= 0 else 0
+        if self.file.fd < 0:
+            return 0
+        if not (self.sealed and self._disk_bytes):
+            self._disk_bytes = os.fstat(self.file.fd).st_blocks * 512
+        return self._disk_bytes
+
+    def append(self, nbytes: int, tensors: int) -> int:
+        """Give out the next ``nbytes``, for a run of ``tensors`` parts; their aligned offset."""
+        offset = -(-self.tail // ALIGNMENT) * ALIGNMENT
+        self.tail = offset + nbytes
+        self.tensors += tensors
+        return offset
 
     def has_room(self, nbytes: int, tensors: int) -> bool:
         """Whether a run of ``nbytes`` in ``tensors`` parts still fits."""
@@ -160,10 +175,28 @@ class SegmentFolder:
     path: Path
     segments: dict[str, Segment] = field(default_factory=dict)
     open_of: dict[bytes, Segment] = field(default_factory=dict)
+    _of_group: dict[bytes, dict[str, Segment]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.path.mkdir(mode=DIRECTORY_MODE, exist_ok=True)
+        if not self.path.exists():
+            self.path.mkdir(mode=DIRECTORY_MODE)
+            flush_directory(self.path.parent)
         self.path.chmod(DIRECTORY_MODE)
+
+    def _join(self, segment: Segment, group: bytes) -> None:
+        self._leave(segment)
+        segment.group = group
+        self._of_group.setdefault(group, {})[segment.name] = segment
+
+    def _leave(self, segment: Segment) -> None:
+        mates = self._of_group.get(segment.group, {})
+        mates.pop(segment.name, None)
+        if not mates:
+            self._of_group.pop(segment.group, None)
+
+    def unsealed(self, group: bytes) -> list[Segment]:
+        """The segments of one group that are not sealed, oldest first."""
+        return [s for s in self._of_group.get(group, {}).values() if not s.sealed]
 
     def create(self, group: bytes, data_start: int) -> Segment:
         """A new open segment of ``group``. Raises OSError."""
@@ -171,6 +204,7 @@ class SegmentFolder:
         file = FileHandle(self.path / (name + SUFFIX), os.O_RDWR | os.O_CREAT | os.O_EXCL)
         segment = Segment(name, group, file, data_start, data_start)
         self.segments[name] = segment
+        self._join(segment, group)
         self.open_of[group] = segment
         return segment
 
@@ -182,9 +216,7 @@ class SegmentFolder:
                 segment.closed = True
             small = nbytes < (256 << 10)
             segment = self.create(group, SMALL_HEADER_RESERVE if small else HEADER_RESERVE)
-        region = Region(segment, segment.tail, nbytes)
-        segment.tail += nbytes
-        segment.tensors += tensors
+        region = Region(segment, segment.append(nbytes, tensors), nbytes)
         segment.writers += 1
         return region
 
@@ -203,7 +235,9 @@ class SegmentFolder:
                 file = FileHandle.missing(path)
             segment = Segment(name, group, file, HEADER_RESERVE, 0, closed=True)
             self.segments[name] = segment
-        segment.group = segment.group or group
+            self._join(segment, group)
+        if group and not segment.group:
+            self._join(segment, group)
         return segment
 
     def seal(self, segment: Segment, tensors: list[Tensor]) -> None:
@@ -212,6 +246,7 @@ class SegmentFolder:
         header = build_header(tensors, segment.data_start, end)
         pwrite_all(segment.file.fd, header, 0)
         os.ftruncate(segment.file.fd, end)
+        segment.dirty = True
         segment.header_bytes = len(header)
         segment.header_crc = crc32c(header)
         segment.size = end
@@ -230,6 +265,7 @@ class SegmentFolder:
     def unlink(self, segment: Segment) -> None:
         """Remove a file that holds nothing live; whoever has it open can go on reading."""
         self.segments.pop(segment.name, None)
+        self._leave(segment)
         if self.open_of.get(segment.group) is segment:
             del self.open_of[segment.group]
         segment.closed = True
@@ -244,11 +280,22 @@ class SegmentFolder:
         return len(orphans)
 
     def flush(self, segments: Iterable[Segment]) -> None:
-        """Bring written segments to stable storage. May block."""
+        """Bring written segments to stable storage. May block.
+
+        Raises OSError; what was not flushed is then still due.
+        """
+        flushed = False
         for segment in segments:
             segment.dirty = False
-            flush(segment.file.fd)
-        flush_directory(self.path)
+            try:
+                flush(segment.file.fd)
+            except OSError:
+                segment.dirty = True
+                raise
+            flushed = True
+        if flushed:
+            flush_directory(self.path)
 
     def dirty(self) -> list[Segment]:
-        return [segment for segment in self.segments.values() if segment.dirty]
+        # a copy of the table: other threads flush while the event loop adds segments
+        return [segment for segment in list(self.segments.values()) if segment.dirty]

@@ -91,6 +91,13 @@ class RunShape:
         """Bytes from the first to the last row's end, spare rows of the last head included."""
         return self.padded * self.spec.row_bytes
 
+    @property
+    def reach_bytes(self) -> int:
+        """Bytes from the first to the last row's end, without spare rows behind it."""
+        *_, last = self.part_offsets()
+        *_, piece = self.part_pieces(*last, self.rows - 1, self.rows)
+        return piece.offset + piece.length
+
     def part_offsets(self) -> Iterator[tuple[Part, int]]:
         """Every part with its offset."""
         offset = 0

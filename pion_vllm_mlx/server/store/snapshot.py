@@ -1,10 +1,22 @@
 """The manifest of a SAVE: the log that would build today's state, and no more.
 
 ``pion.vstore.<w>`` and ``pion.ssm.<w>`` are files of records like the WALs (see
-``framing``): sessions in access order, their sealed segments, their surviving
-runs in the order they were stored; then END with the number of records. The rows
-stay in ``pion.segments.<w>/``. A portable copy carries the segments' bytes behind
-END, in the order of its SEAL records.
+``framing``): session after session in access order, each with its surviving runs in
+the order they were stored, then the sealed segments, then END with the number of
+records. The rows stay in ``pion.segments.<w>/``.
+
+A portable copy is one file that carries all of it:
+
+============  =============================================================
+type          meaning (all little endian)
+============  =============================================================
+bytes         the V-store manifest, the SSM snapshot, every segment
+JSON          table of ``[name, offset, length]``, one entry for each of them
+u64           length of the table
+u32           CRC-32C of the table
+u32           format version, 1
+8 s           magic ``PIONPC01``
+============  =============================================================
 """
 
 from __future__ import annotations
@@ -12,26 +24,27 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from pion_vllm_mlx.errors import DamagedData
+from crc32c import crc32c
+
+from pion_vllm_mlx.errors import DamagedData, NewerFormat
 from pion_vllm_mlx.server.store import framing, records
 from pion_vllm_mlx.server.store.files import (
-    FILE_MODE,
     FileHandle,
-    flush,
-    flush_directory,
     pread_exactly,
-    pwrite_all,
+    publish,
 )
 from pion_vllm_mlx.server.store.index import InSegment, Run, Session, place_fd
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
-from pion_vllm_mlx.server.store.segments import Segment
-from pion_vllm_mlx.server.store.state import State
+from pion_vllm_mlx.server.store.segments import SUFFIX, Segment
+from pion_vllm_mlx.server.store.state import SavedState, State
 from pion_vllm_mlx.server.store.wal import Inline, Logged
 
+PORTABLE = b"PIONPC01"
 _COUNT = struct.Struct("<Q")
+_TRAILER = struct.Struct("<QII8s")
 
 
 def _run_record(session: Session, layer: int, run: Run) -> records.Rows:
@@ -54,24 +67,26 @@ def _run_record(session: Session, layer: int, run: Run) -> records.Rows:
         segment,
         offset,
         blob,
+        run.run_id,
     )
 
 
 def vstore_records(state: State) -> Iterator[records.Record]:
-    """Sessions least recently used first, then runs in the order they arrived, then seals."""
-    runs: list[tuple[int, Session, int, Run]] = []
+    """Sessions least recently used first, each with its runs as they arrived; then seals.
+
+    Replaying a session's runs touches it, so that the order of access is this order.
+    """
     segments: dict[str, Segment] = {}
     for session in state.by_access():
         specs = {layer: (spec.width, spec.fmt, spec.heads) for layer, spec in session.specs.items()}
         yield records.Create(
             session.sid, session.dim, session.requested, session.fmt, session.heads, specs
         )
-        for layer, rows in session.layers.items():
-            runs += [(run.run_id, session, layer, run) for run in rows.runs()]
-    for _, session, layer, run in sorted(runs, key=lambda entry: entry[0]):
-        if isinstance(run.place, InSegment):
-            segments[run.place.segment.name] = run.place.segment
-        yield _run_record(session, layer, run)
+        runs = [(layer, run) for layer, rows in session.layers.items() for run in rows.runs()]
+        for layer, run in sorted(runs, key=lambda entry: entry[1].run_id):
+            if isinstance(run.place, InSegment):
+                segments[run.place.segment.name] = run.place.segment
+            yield _run_record(session, layer, run)
     for layers in state.states.values():
         for blob in layers.values():
             if isinstance(blob.place, InSegment):
@@ -94,15 +109,34 @@ def ssm_records(state: State) -> Iterator[records.Record]:
 
 
 def chunks(
-    magic: bytes, covered_lsn: int, content: Iterator[records.Record]
-) -> list[bytes | memoryview]:
-    """The bytes of a snapshot file."""
-    result: list[bytes | memoryview] = [framing.header(magic, covered_lsn)]
-    lsn = 0
+    magic: bytes,
+    covered_lsn: int,
+    content: Iterable[records.Record],
+    placed: Callable[[records.Record, int], None] = lambda record, offset: None,
+) -> Iterator[bytes]:
+    """The bytes of a snapshot file. ``placed`` learns where a record's inline bytes lie."""
+    head = framing.header(magic, covered_lsn)
+    at, lsn = len(head), 0
+    yield head
     for lsn, record in enumerate(content, start=1):
-        result.append(framing.frame(lsn, record.op, record.payload()))
-    result.append(framing.frame(lsn + 1, framing.END, _COUNT.pack(lsn)))
-    return result
+        data = framing.frame(lsn, record.op, record.payload())
+        at += len(data)
+        placed(record, at - len(record.inline))
+        yield data
+    yield framing.frame(lsn + 1, framing.END, _COUNT.pack(lsn))
+
+
+def publish_states(path: Path, state: State, covered_lsn: int) -> list[SavedState]:
+    """Write the SSM snapshot; where in it the short states lie. Raises OSError."""
+    found: list[tuple[bytes, int, int]] = []
+
+    def placed(record: records.Record, offset: int) -> None:
+        if isinstance(record, records.StoreState) and not record.segment:
+            found.append((record.sid, record.layer, offset))
+
+    content = chunks(framing.SSM_SNAPSHOT, covered_lsn, ssm_records(state), placed)
+    file = publish(path, content)
+    return [SavedState(sid, layer, Inline(file, offset)) for sid, layer, offset in found]
 
 
 def load(path: Path, magic: bytes) -> tuple[int, list[Logged]] | None:
@@ -113,55 +147,49 @@ def load(path: Path, magic: bytes) -> tuple[int, list[Logged]] | None:
     if not path.exists():
         return None
     file = FileHandle(path, os.O_RDONLY)
-    data = memoryview(pread_exactly(file.fd, file.size(), 0))
-    found = framing.scan(data, magic, path.name)
+    found = framing.scan(file.mapped(), magic, path.name)
     if found.damage is not None:
         raise DamagedData(f"{path.name} at {found.damage.offset}: {found.damage.reason}")
     logged: list[Logged] = []
     for frame in found.frames:
+        end = frame.payload_offset + len(frame.payload)
         if frame.op == framing.END:
+            if end != file.size():
+                raise DamagedData(f"{path.name} at {end}: bytes behind the end")
             if _COUNT.unpack(frame.payload)[0] != len(logged):
                 raise DamagedData(f"{path.name}: END counts other records than there are")
             return found.covered_lsn, logged
-        record, begin = records.parse(frame.op, frame.payload)
+        try:
+            record, begin = records.parse(frame.op, frame.payload)
+        except DamagedData as error:
+            raise DamagedData(f"{path.name} at {frame.payload_offset}: {error}") from error
         logged.append(Logged(frame.lsn, record, Inline(file, frame.payload_offset + begin)))
     raise DamagedData(f"{path.name} at {found.valid_bytes}: the file is cut")
 
 
 def write_portable(path: Path, state: State, covered_lsn: int) -> None:
-    """One file with the manifest, the states and every segment's bytes. Raises OSError.
+    """One file with the manifest, the states and every segment's bytes. Raises OSError."""
+    table: list[tuple[str, int, int]] = []
+    publish(path, _portable_chunks(state, covered_lsn, table))
 
-    Layout: the V-store manifest, the SSM snapshot, the segments, then a JSON table of
-    ``[name, offset, length]`` and its length as u64.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE)
-    try:
-        table, at = [], 0
-        parts = {
-            "manifest": chunks(framing.VSTORE_SNAPSHOT, covered_lsn, vstore_records(state)),
-            "states": chunks(framing.SSM_SNAPSHOT, 0, ssm_records(state)),
-        }
-        for name, pieces in parts.items():
-            begin = at
-            for piece in pieces:
-                pwrite_all(fd, piece, at)
-                at += len(piece)
-            table.append([name, begin, at - begin])
-        for segment in live_segments(state):
-            table.append([segment.name, at, segment.size])
-            _copy(segment, fd, at)
-            at += segment.size
-        text = json.dumps(table).encode()
-        pwrite_all(fd, text + _COUNT.pack(len(text)), at)
-        flush(fd)
-        os.replace(temporary, path)
-        flush_directory(path.parent)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(fd)
+
+def _portable_chunks(
+    state: State, covered_lsn: int, table: list[tuple[str, int, int]]
+) -> Iterator[bytes]:
+    parts: list[tuple[str, Iterator[bytes]]] = [
+        ("manifest", chunks(framing.VSTORE_SNAPSHOT, covered_lsn, vstore_records(state))),
+        ("states", chunks(framing.SSM_SNAPSHOT, 0, ssm_records(state))),
+    ]
+    parts += [(segment.name, _content(segment)) for segment in live_segments(state)]
+    at = 0
+    for name, pieces in parts:
+        begin = at
+        for piece in pieces:
+            at += len(piece)
+            yield piece
+        table.append((name, begin, at - begin))
+    text = json.dumps(table).encode()
+    yield text + _TRAILER.pack(len(text), crc32c(text), framing.VERSION, PORTABLE)
 
 
 def live_segments(state: State) -> list[Segment]:
@@ -172,41 +200,52 @@ def live_segments(state: State) -> list[Segment]:
     return list(found.values())
 
 
-def _copy(segment: Segment, fd: int, offset: int) -> None:
-    at = 0
-    while at < segment.size:
-        data = pread_exactly(segment.file.fd, min(WINDOW_BYTES, segment.size - at), at)
-        pwrite_all(fd, data, offset + at)
-        at += len(data)
+def _content(segment: Segment) -> Iterator[bytes]:
+    """A segment's file; one that a store still writes to as far as it goes now."""
+    size = segment.size if segment.sealed else segment.file.size()
+    for at in range(0, size, WINDOW_BYTES):
+        yield pread_exactly(segment.file.fd, min(WINDOW_BYTES, size - at), at)
+
+
+def _table(file: FileHandle, name: str) -> list[tuple[str, int, int]] | None:
+    """The entries of a portable copy; None for any other file.
+
+    Raises DamagedData, NewerFormat.
+    """
+    size = file.size()
+    if size < _TRAILER.size:
+        return None
+    trailer = pread_exactly(file.fd, _TRAILER.size, size - _TRAILER.size)
+    length, crc, version, magic = _TRAILER.unpack(trailer)
+    if magic != PORTABLE:
+        return None
+    if version > framing.VERSION:
+        raise NewerFormat(
+            f"{name} has format version {version}, this version reads up to {framing.VERSION}"
+        )
+    begin = size - _TRAILER.size - length
+    if begin < 0 or crc32c(text := pread_exactly(file.fd, length, begin)) != crc:
+        raise DamagedData(f"{name} at {max(begin, 0)}: table of contents is wrong")
+    return [(str(entry), int(at), int(count)) for entry, at, count in json.loads(text)]
 
 
 def unpack_portable(path: Path, folder: Path) -> bool:
     """Turn a portable file in the manifest's place into manifest, states and segments.
 
-    True when ``path`` was one. Raises OSError, DamagedData.
+    True when ``path`` was one; it is replaced last. Raises OSError, DamagedData, NewerFormat.
     """
-    size = path.stat().st_size
     file = FileHandle(path, os.O_RDONLY)
-    if size < framing.HEADER_BYTES + _COUNT.size:
-        return False
-    (length,) = _COUNT.unpack(pread_exactly(file.fd, _COUNT.size, size - _COUNT.size))
-    if not 0 < length < size - _COUNT.size:
-        return False
-    try:
-        table = json.loads(pread_exactly(file.fd, length, size - _COUNT.size - length))
-        entries = [(str(name), int(begin), int(count)) for name, begin, count in table]
-    except (ValueError, TypeError):
+    entries = _table(file, path.name)
+    if entries is None:
         return False
     targets = {"manifest": path, "states": path.with_name(path.name.replace("vstore", "ssm"))}
     for name, begin, count in reversed(entries):
-        if not (name in targets or name.isalnum()) or begin + count > size:
+        if name not in targets and not name.isalnum():
             raise DamagedData(f"{path.name}: table of contents names {name!r}")
-        target = targets.get(name, folder / f"{name}.safetensors")
-        temporary = target.with_name(target.name + ".tmp")
-        out = FileHandle(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        for at in range(0, count, WINDOW_BYTES):
-            step = min(WINDOW_BYTES, count - at)
-            pwrite_all(out.fd, pread_exactly(file.fd, step, begin + at), at)
-        flush(out.fd)
-        os.replace(temporary, target)
+        steps = range(begin, begin + count, WINDOW_BYTES)
+        end = begin + count
+        publish(
+            targets.get(name, folder / f"{name}{SUFFIX}"),
+            (pread_exactly(file.fd, min(WINDOW_BYTES, end - at), at) for at in steps),
+        )
     return True

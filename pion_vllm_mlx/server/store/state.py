@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from pion_vllm_mlx.errors import DamagedData
 from pion_vllm_mlx.server.store import records
@@ -32,6 +33,22 @@ from pion_vllm_mlx.server.store.wal import Inline, Logged
 _GONE = 4096
 
 
+class InlineRun(NamedTuple):
+    """A run that still rides in the log, and where it shows."""
+
+    group: bytes
+    layer: LayerRows
+    run: Run
+
+
+class SavedState(NamedTuple):
+    """Where a snapshot holds a short state."""
+
+    sid: bytes
+    layer: int
+    place: Inline
+
+
 @dataclass
 class State:
     """Sessions by id, recurrent states by id and layer.
@@ -44,7 +61,7 @@ class State:
     sessions: dict[bytes, Session] = field(default_factory=dict)
     states: dict[bytes, dict[int, StateBlob]] = field(default_factory=dict)
     gone: dict[bytes, tuple[str, int]] = field(default_factory=dict)
-    inline_runs: dict[int, Run] = field(default_factory=dict)
+    inline_runs: dict[int, InlineRun] = field(default_factory=dict)
     unused: list[Segment] = field(default_factory=list)
     fresh: bool = True
     _clock: int = 0
@@ -99,19 +116,12 @@ class State:
 
     def inline_groups(self) -> set[bytes]:
         """Groups with runs that still ride in the log."""
-        inline = set(self.inline_runs)
-        return {
-            group_of(session.sid)
-            for session in self.sessions.values()
-            if any(run.run_id in inline for run in session.runs())
-        }
+        return {inline.group for inline in self.inline_runs.values()}
 
-    def move_inline_states(self, saved: Iterable[Logged]) -> None:
+    def move_inline_states(self, saved: Iterable[SavedState]) -> None:
         """Read short states from the snapshot that now holds them."""
-        for logged in saved:
-            record = logged.record
-            if isinstance(record, records.StoreState) and not record.segment and logged.place:
-                self.states[record.sid][record.layer].place = logged.place
+        for sid, layer, place in saved:
+            self.states[sid][layer].place = place
 
     def _create(self, record: records.Create) -> None:
         self._drop(record.sid, "replaced", 0)
@@ -131,10 +141,11 @@ class State:
         spec = session.spec(record.layer)
         shape = RunShape(spec, record.rows, record.head_major, record.padded)
         place = self._place(record.segment, record.offset, group_of(record.sid), logged.place)
-        run = Run(logged.lsn, record.start, shape, place, record.crc, record.sent_crc, self.fresh)
-        if isinstance(place, Inline):
-            self.inline_runs[run.run_id] = run
+        run_id = record.run_id or logged.lsn
+        run = Run(run_id, record.start, shape, place, record.crc, record.sent_crc, self.fresh)
         layer = session.layers.setdefault(record.layer, LayerRows(spec))
+        if isinstance(place, Inline):
+            self.inline_runs[run_id] = InlineRun(group_of(record.sid), layer, run)
         for dead in layer.insert(run):
             self._forget_run(dead)
         self.touch(session)
@@ -143,6 +154,8 @@ class State:
         if name:
             segment = self.segment_of(name, group)
             segment.uses += 1
+            if not segment.sealed:
+                segment.data_start = min(segment.data_start, offset)
             return InSegment(segment, offset)
         if inline is None:
             raise DamagedData("a record without a place for its bytes")
@@ -181,12 +194,17 @@ class State:
         segment.header_bytes = record.header_bytes
         segment.header_crc = record.header_crc
         segment.header_verified = self.fresh
+        moved: dict[int, tuple[LayerRows, dict[int, Run]]] = {}
         for run_id, offset, padded in record.moves:
-            run = self.inline_runs.pop(run_id, None)
-            if run is not None:
-                segment.uses += 1
-                run.place = InSegment(segment, offset)
-                run.shape = RunShape(run.shape.spec, run.shape.rows, run.shape.head_major, padded)
+            inline = self.inline_runs.pop(run_id, None)
+            if inline is None:
+                continue
+            segment.uses += 1
+            shape = replace(inline.run.shape, padded=padded)
+            run = replace(inline.run, place=InSegment(segment, offset), shape=shape)
+            moved.setdefault(id(inline.layer), (inline.layer, {}))[1][run_id] = run
+        for layer, runs in moved.values():
+            layer.replace_runs(runs)
 
     def _store_state(self, record: records.StoreState, inline: Inline | None) -> None:
         place = self._place(record.segment, record.offset, record.sid, inline)

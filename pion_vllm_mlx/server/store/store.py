@@ -12,26 +12,28 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pion_vllm_mlx.errors import CommandError, DamagedData
 from pion_vllm_mlx.server.store import framing, snapshot
 from pion_vllm_mlx.server.store.eviction import (
     EvictionPolicy,
     LeastRecentlyUsed,
+    drop_damaged,
     drop_namespace,
     drop_session,
 )
-from pion_vllm_mlx.server.store.files import publish
+from pion_vllm_mlx.server.store.files import publish, raise_file_limit
 from pion_vllm_mlx.server.store.index import Run, Session, group_of
-from pion_vllm_mlx.server.store.records import Create, Drop, DropStates, Record, Rows
+from pion_vllm_mlx.server.store.records import Create, Drop, Record, Rows
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
 from pion_vllm_mlx.server.store.rows import verify_run
-from pion_vllm_mlx.server.store.sealing import seal_group
+from pion_vllm_mlx.server.store.sealing import SealJob, begin_seal
 from pion_vllm_mlx.server.store.segments import Region, Segment
 
 T = TypeVar("T")
@@ -42,6 +44,8 @@ INLINE_BYTES = 64 << 10
 RESERVED_FREE_BYTES = 5 << 30
 #: how long sealing waits for stores that are under way.
 SEAL_WAIT_SECONDS = 1.0
+#: how many groups a SAVE seals with one trip to the disk.
+_SEAL_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Store:
         """Recover the folder's content. Blocks; raises DamagedData, NewerFormat, OSError."""
         self.config = config
         self.policy = policy or LeastRecentlyUsed()
+        raise_file_limit()
         self.paths = Paths(config.folder, config.worker)
         found = Recovery(self.paths, config.wal, config.salvage).run()
         self.state = found.state
@@ -113,8 +118,12 @@ class Store:
         ``build`` runs under the write lock, on the event loop, and may refuse by raising
         CommandError; then nothing happens.
         """
-        async with self._lock:
-            await self._log(list(build()))
+
+        async def locked() -> None:
+            async with self._lock:
+                await self._log(list(build()))
+
+        await _to_its_end(locked())
 
     async def _log(self, effects: Sequence[Record]) -> None:
         if not effects:
@@ -132,7 +141,10 @@ class Store:
         self.last_write = time.monotonic()
         self.discard_unused()
         if self.config.appendfsync == "always":
-            await loop.run_in_executor(self._log_thread, self._flush)
+            try:
+                await loop.run_in_executor(self._log_thread, self._flush)
+            except OSError as error:
+                raise CommandError(f"stored, but not flushed: {error.strerror}") from error
 
     def discard_unused(self) -> None:
         """Unlink segments in which nothing lives and nobody writes."""
@@ -222,9 +234,13 @@ class Store:
 
     async def seal(self, group: bytes) -> None:
         """Publish everything a group holds. Raises CommandError when it cannot."""
-        await self._wait_for_writers([s for s in self._unsealed() if s.group == group])
-        async with self._lock:
-            await self._seal(group)
+
+        async def locked() -> None:
+            async with self._lock:
+                await self._seal([group])
+
+        await self._wait_for_writers(self.segments.unsealed(group))
+        await _to_its_end(locked())
 
     def _unsealed(self) -> list[Segment]:
         return [s for s in self.segments.segments.values() if not s.sealed]
@@ -236,12 +252,18 @@ class Store:
         while any(s.writers for s in segments) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
 
-    async def _seal(self, group: bytes) -> None:
+    async def _seal(self, groups: Sequence[bytes]) -> None:
+        jobs: list[SealJob] = []
         try:
-            seals = await self.run(lambda: seal_group(self.state, self.segments, group))
+            for group in groups:
+                jobs.append(begin_seal(self.state, self.segments, group))
+            seals = await self.run(lambda: [seal for job in jobs for seal in job.carry_out()])
+            await self._log(seals)
         except (OSError, ValueError) as error:
             raise CommandError(f"sealing failed: {error}") from error
-        await self._log(seals)
+        finally:
+            for job in jobs:
+                job.give_up()
 
     async def save(self, path: Path | None = None) -> None:
         """Seal, write both snapshots (and a portable copy at ``path``), truncate the logs.
@@ -249,10 +271,14 @@ class Store:
         Blocks only writes. Raises CommandError; then the previous snapshots and logs stand.
         """
         await self._wait_for_writers(self._unsealed())
+        await _to_its_end(self._save(path))
+
+    async def _save(self, path: Path | None) -> None:
         async with self._lock:
             groups = {segment.group for segment in self._unsealed()} | self.state.inline_groups()
-            for group in sorted(groups):
-                await self._seal(group)
+            waiting = iter(sorted(groups))
+            while batch := list(islice(waiting, _SEAL_BATCH)):
+                await self._seal(batch)
             try:
                 await self.run(lambda: self._save_files(path))
             except OSError as error:
@@ -265,17 +291,10 @@ class Store:
             snapshot.write_portable(path, self.state, vstore_lsn)
         content = snapshot.vstore_records(self.state)
         publish(self.paths.vstore, snapshot.chunks(framing.VSTORE_SNAPSHOT, vstore_lsn, content))
-        states = snapshot.ssm_records(self.state)
-        publish(self.paths.ssm, snapshot.chunks(framing.SSM_SNAPSHOT, ssm_lsn, states))
-        self._repoint_states()
+        # short states are read in the snapshot from now on: the old log's space is freed
+        self.state.move_inline_states(snapshot.publish_states(self.paths.ssm, self.state, ssm_lsn))
         self.vstore_wal.truncate()
         self.ssm_wal.truncate()
-
-    def _repoint_states(self) -> None:
-        """Short states now lie in the snapshot: read them there, let the old log go."""
-        loaded = snapshot.load(self.paths.ssm, framing.SSM_SNAPSHOT)
-        assert loaded is not None
-        self.state.move_inline_states(loaded[1])
 
     def nothing_to_save(self) -> bool:
         """No rows, no states, empty logs, no snapshot."""
@@ -302,7 +321,7 @@ class Store:
         try:
             await self.run(lambda: self._verify(runs, unseen))
         except DamagedData as error:
-            await self.drop_damaged([session.sid for session in sessions], str(error))
+            await self.drop_damaged(sessions, str(error))
             return False
         return True
 
@@ -313,17 +332,18 @@ class Store:
         for run in runs:
             verify_run(run)
 
-    async def drop_damaged(self, sids: Sequence[bytes], why: str) -> None:
+    async def drop_damaged(self, sessions: Sequence[Session], why: str) -> None:
         """Drop sessions that do not verify: whole namespaces, counted and remembered."""
-        now = int(time.time())
 
         def build() -> list[Record]:
-            live = tuple(sid for sid in sids if sid in self.state.sessions)
-            self.counters.damaged += len(live)
-            effects: list[Record] = [Drop(live, f"damaged: {why}", now)] if live else []
-            for group in dict.fromkeys(group_of(sid) for sid in sids):
-                gone = drop_namespace(self.state, group, f"damaged: {why}", now)
-                effects += [effect for effect in gone if isinstance(effect, DropStates)]
+            # one of the same name that was made meanwhile is another
+            sids = [s.sid for s in sessions if self.state.sessions.get(s.sid) is s]
+            effects: list[Record] = []
+            for sid in sids:
+                effects += drop_damaged(self.state, sid, f"damaged: {why}", int(time.time()))
+            effects = list(dict.fromkeys(effects))
+            gone = [sid for effect in effects if isinstance(effect, Drop) for sid in effect.sids]
+            self.counters.damaged += len(gone)
             return effects
 
         await self.commit(build)
@@ -344,6 +364,11 @@ def sessions_of(effect: Record) -> tuple[bytes, ...]:
         case Drop():
             return effect.sids
     return ()
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that goes on when its caller is cancelled: what is logged gets applied."""
+    await asyncio.shield(asyncio.create_task(work))
 
 
 def disk_error(error: OSError) -> CommandError:

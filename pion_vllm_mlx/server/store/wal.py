@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store import framing
 from pion_vllm_mlx.server.store.files import (
-    FILE_MODE,
+    TEMPORARY,
     FileHandle,
     flush,
     flush_directory,
@@ -50,8 +50,15 @@ class Wal:
         self.appended = 0
         self.dirty = False
         self._broken = ""
-        self._file = FileHandle(path, os.O_RDWR | os.O_CREAT) if enabled else None
+        self._file = self._open() if enabled else None
         self.size = self._file.size() if self._file else 0
+
+    def _open(self) -> FileHandle:
+        fresh = not self.path.exists()
+        file = FileHandle(self.path, os.O_RDWR | os.O_CREAT)
+        if fresh:
+            flush_directory(self.path.parent)
+        return file
 
     def append(self, records: Sequence[Record]) -> list[Logged]:
         """Write the records in one piece and say where they went. May block on the disk.
@@ -92,24 +99,34 @@ class Wal:
         self.dirty = True
 
     def flush(self) -> None:
-        """Bring what was appended to stable storage."""
+        """Bring what was appended to stable storage; raises OSError, and is then still due."""
         file = self._file
-        if file is not None and self.dirty:
-            self.dirty = False
+        if file is None or not self.dirty:
+            return
+        self.dirty = False
+        try:
             flush(file.fd)
+        except OSError:
+            self.dirty = True
+            raise
 
     def truncate(self) -> None:
-        """Forget every record: an empty file takes this one's place.
+        """Forget every record: an empty file takes this one's place. Raises OSError.
 
-        Readers of inline bytes keep the old file. Sequence numbers go on counting.
+        Readers of inline bytes keep the old file. Sequence numbers go on counting. A log
+        that is not kept (``enabled`` false) still forgets one that an earlier start left.
         """
-        self.appended = 0
-        if self._file is None:
+        if self._file is None and not self.path.exists():
+            self.appended = 0
             return
-        empty = self.path.with_name(self.path.name + ".new")
-        os.close(os.open(empty, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, FILE_MODE))
-        os.replace(empty, self.path)
-        self._file = FileHandle(self.path, os.O_RDWR)
-        self.size = 0
+        # opened before the rename: what is appended from then on must not go to a lost file
+        empty = FileHandle(
+            self.path.with_name(self.path.name + TEMPORARY), os.O_RDWR | os.O_CREAT | os.O_TRUNC
+        )
+        os.replace(empty.path, self.path)
+        empty.path = self.path
+        self._file = empty if self.enabled else None
+        self.size = self.appended = 0
+        self.dirty = False
         self._broken = ""
         flush_directory(self.path.parent)
