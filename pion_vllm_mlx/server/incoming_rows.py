@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from crc32c import crc32c
+from numpy.typing import NDArray
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import f16_to
@@ -256,20 +257,34 @@ def _source(blob: Arg) -> Source:
 
 
 def _read_back(region: Region, shape: RunShape) -> Source:
-    """Reads a run that was received under a wrong guess, as the stream it came as."""
-    pieces = list(shape.pieces())
+    """Reads a run that was received under a wrong guess, as the stream it came as.
+
+    The stream is a row after the other, of a head when head-major; a format of several
+    parts keeps each part apart.
+    """
+    heads = shape.spec.heads if shape.head_major else 1
+    unit = shape.spec.row_bytes // heads
+
+    def units(head: int, row: int, count: int) -> NDArray[np.uint8]:
+        columns = []
+        for part, base in shape.part_offsets():
+            share = part.bytes_per_row // heads
+            column = np.empty((count, share), np.uint8)
+            begin = region.offset + base + (head * shape.padded + row) * share
+            pread_into(region.segment.file.fd, as_bytes(column), begin)
+            columns.append(column)
+        return np.concatenate(columns, axis=1)
 
     def read(offset: int, length: int) -> memoryview:
-        data = memoryview(bytearray(length))
-        at = done = 0
-        for piece in pieces:
-            first, last = max(offset, at), min(offset + length, at + piece.length)
-            if first < last:
-                begin = region.offset + piece.offset + first - at
-                pread_into(region.segment.file.fd, data[done : done + last - first], begin)
-                done += last - first
-            at += piece.length
-        return data
+        at, end = offset // unit, -(-(offset + length) // unit)
+        skipped = offset - at * unit
+        runs = []
+        while at < end:
+            head, row = divmod(at, shape.rows)
+            count = min(shape.rows - row, end - at)
+            runs.append(units(head, row, count))
+            at += count
+        return as_bytes(np.concatenate(runs))[skipped : skipped + length]
 
     return read
 
