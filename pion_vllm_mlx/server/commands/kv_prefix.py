@@ -21,6 +21,8 @@ from pion_vllm_mlx.wire.resp import Arg, Simple
 
 OK = Simple("OK")
 MAX_PREFILL_MS = 86_400_000
+#: the ids of its sessions are three bytes longer.
+MAX_NAMESPACE_BYTES = 65_535 - len(KEY_SUFFIX)
 
 Specs = dict[int, tuple[int, str, int]]
 
@@ -53,7 +55,7 @@ def parse_leaves(arg: Arg) -> tuple[Specs, Specs]:
         if not isinstance(leaves, list) or not 0 < len(leaves) <= MAX_LAYER + 1:
             raise ValueError(f"a list of 1 to {MAX_LAYER + 1} leaves is needed")
         sides = [(_leaf_side(leaf, "k"), _leaf_side(leaf, "v")) for leaf in leaves]
-    except (ValueError, TypeError, KeyError, CommandError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError, CommandError) as error:
         raise CommandError(f"{where}: {error}") from None
     return dict(enumerate(k for k, _ in sides)), dict(enumerate(v for _, v in sides))
 
@@ -77,6 +79,8 @@ def same_schema(session: Session, record: Create) -> bool:
 def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
     where = "KV.PREFIX.REGISTER"
     namespace = arguments.sid(args[1])
+    if len(namespace) > MAX_NAMESPACE_BYTES:
+        raise CommandError(f"{where}: a namespace has 1 to {MAX_NAMESPACE_BYTES} bytes")
     dim = arguments.integer(args[2], "kv_dim", 1, 65536)
     requested = _vquant(args[3], where)
     given = arguments.options(args[4:], {"PREFILL_MS": 1, "HEADS": 1, "LEAVES": 1}, where)
