@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from pion_vllm_mlx.cache.connection import RespConnection
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.wire.resp import Part
 
 SIDES = ("_pk", "_pv")
 VALUE_BYTES = 2
@@ -59,7 +60,7 @@ def store(
 
     ``layers`` repeat when they are fewer than the shape's.
     """
-    commands = [
+    commands: list[list[Part]] = [
         [
             *("V.STOREBATCH", namespace + side, number, 0, shape.tokens),
             *(layers[number % len(layers)], "FMT", "STORED", "LAYOUT", "HND"),
@@ -72,9 +73,9 @@ def store(
             raise reply
 
 
-def fetch_words(namespace: str, side: str, shape: Shape) -> list[str | int]:
+def fetch_words(namespace: str, side: str, shape: Shape) -> list[Part]:
     """The command that fetches one side as it is stored."""
-    words: list[str | int] = ["V.FETCH", namespace + side, "BATCH", 0, shape.tokens]
+    words: list[Part] = ["V.FETCH", namespace + side, "BATCH", 0, shape.tokens]
     return [*words, "FMT", "STORED", "LAYOUT", "HND"]
 
 

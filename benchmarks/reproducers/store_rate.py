@@ -76,8 +76,6 @@ def rate(pion: Process, folder: Path, shape: Shape, pairs: int) -> dict[str, Any
                 "pion": lambda: timed_store(connection, names, shape, layers),
             },
             pairs,
-            # what the other side left to be written back does not count against this one
-            between=os.sync,
         )
     ratio = paired_ratio(seconds["write"], seconds["pion"])
     return {
