@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -89,6 +90,8 @@ class PionPromptCache:
         self._endpoint = Endpoint(place, known, deadline_seconds)
         self._client = StoreClient(self._endpoint, deadline_seconds)
         self._counters = Counters()
+        # An object that is dropped without close must not leave its socket open.
+        weakref.finalize(self, self._client.close)
         self._lock = threading.RLock()
         self._engine: Engine | None = None
         if model is not None:

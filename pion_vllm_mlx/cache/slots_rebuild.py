@@ -34,18 +34,27 @@ class SlotSource:
     def buffers(self, meta: SlotMeta) -> list[tuple[mx.array, int]]:
         """Per array of the slot ``([1, H, n_pad, D], n)``, in the order of its metadata."""
         ranges = [(int(start), int(end)) for start, end in meta["ranges"]]
-        return [self._buffer(ArraySpec.from_json(spec), ranges) for spec in meta["arrays"]]
-
-    def _buffer(self, spec: ArraySpec, ranges: list[tuple[int, int]]) -> tuple[mx.array, int]:
         count = sum(end - start for start, end in ranges)
+        specs = [ArraySpec.from_json(spec) for spec in meta["arrays"]]
+        fetched = {
+            index: self._buffer(spec, ranges)
+            for index, spec in enumerate(specs)
+            if spec.dim and count
+        }
+        # mlx-lm looks at the length of the keys alone: all buffers of a slot have one length.
+        length = min((a.shape[2] for a in fetched.values()), default=count + -count % _SPARE)
+        length = length or _SPARE
+        return [
+            (_cut(fetched[index], length) if index in fetched else _zeros(spec, length), count)
+            for index, spec in enumerate(specs)
+        ]
+
+    def _buffer(self, spec: ArraySpec, ranges: list[tuple[int, int]]) -> mx.array:
         dtype = dtype_of(spec.dtype)
-        if count == 0 or spec.dim == 0:
-            spare = -count % _SPARE or (0 if count else _SPARE)
-            return mx.zeros((1, spec.heads, count + spare, spec.dim), dtype), count
         if len(ranges) == 1:
-            return self._rows(spec, dtype, *ranges[0])[None], count
+            return self._rows(spec, dtype, *ranges[0])[None]
         exact = [self._rows(spec, dtype, a, b)[:, : b - a, :] for a, b in ranges]
-        return mx.concatenate(exact, axis=1)[None], count
+        return mx.concatenate(exact, axis=1)[None]
 
     def _rows(self, spec: ArraySpec, dtype: mx.Dtype, start: int, end: int) -> mx.array:
         rows = self._fetch(spec.layer, spec.side, start, end)
@@ -58,6 +67,14 @@ class SlotSource:
                 f"{spec.dtype} [{spec.heads}, {end - start}, {spec.dim}] were stored"
             )
         return rows
+
+
+def _cut(array: mx.array, length: int) -> mx.array:
+    return array if array.shape[2] == length else array[:, :, :length, :]
+
+
+def _zeros(spec: ArraySpec, length: int) -> mx.array:
+    return mx.zeros((1, spec.heads, length, spec.dim), dtype_of(spec.dtype))
 
 
 def put(meta: SlotMeta, source: SlotSource) -> Any:
@@ -99,8 +116,6 @@ def _put_quantized(meta: SlotMeta, source: SlotSource) -> Any:
     cache.offset = int(meta["offset"])
     if "arrays" in meta:
         arrays = [array for array, _ in source.buffers(meta)]
-        length = min(array.shape[2] for array in arrays)
-        arrays = [a if a.shape[2] == length else a[:, :, :length, :] for a in arrays]
         cache.keys, cache.values = tuple(arrays[0::2]), tuple(arrays[1::2])
     return cache
 
@@ -110,9 +125,7 @@ def _put_rotating(meta: SlotMeta, source: SlotSource) -> Any:
     cache = new("RotatingKVCache", max_size=size, keep=keep)
     cache.offset, cache._idx = int(meta["offset"]), int(meta["index"])
     if "arrays" in meta:
-        keys, values = (_ring(a, n, meta) for a, n in source.buffers(meta))
-        length = min(keys.shape[2], values.shape[2])
-        cache.keys, cache.values = keys[:, :, :length, :], values[:, :, :length, :]
+        cache.keys, cache.values = (_ring(a, n, meta) for a, n in source.buffers(meta))
     return cache
 
 

@@ -220,6 +220,18 @@ def test_sides_of_other_width_and_zero_width_have_their_own_leaves() -> None:
     )
 
 
+@pytest.mark.parametrize("spare", [0, 64, 256])
+def test_a_side_without_width_is_as_long_as_the_other(spare: int) -> None:
+    for rows in (5, 256):
+        cache = mlx_cache.KVCache()
+        cache.update_and_fetch(mx.ones((1, 2, rows, 8)), mx.ones((1, 2, rows, 0)))
+        (back,) = roundtrip([cache], spare)
+        assert back.keys.shape[2] == back.values.shape[2] == rows + spare
+        k, v = back.update_and_fetch(mx.ones((1, 2, 9, 8)), mx.ones((1, 2, 9, 0)))
+        assert k.shape == (1, 2, rows + 9, 8) and v.shape == (1, 2, rows + 9, 0)
+        dismantle([back])
+
+
 class _Subclass(mlx_cache.KVCache):
     pass
 
