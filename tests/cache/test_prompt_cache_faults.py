@@ -1,0 +1,378 @@
+"""Nothing that is wrong with the store reaches the caller, and nothing wrong is a hit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pion_vllm_mlx.cache import inproc
+from pion_vllm_mlx.cache.completion import COMPLETION_LAYER
+from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
+from tests.cache.continuing import continued, unstored
+from tests.conftest import RunningServer, free_port_block
+from tests.models import tiny_model, token_ids
+
+IDS = token_ids(70)
+DEADLINE = 0.4
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
+    inproc.PROCESS.forget()
+    yield
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("qwen3_5")
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Any) -> list[bytes]:
+    return continued(model, unstored(model, IDS))
+
+
+def stored(store: RunningServer, model: Any, name: str) -> PionPromptCache:
+    """Stores the prefix, and shows that it hits."""
+    pion = PionPromptCache(model, port=store.port)
+    for _ in range(2):
+        pion.get_or_prefill(IDS, name)
+    assert (pion.hits, pion.misses) == (1, 1), pion.stats()
+    return pion
+
+
+def assert_served(pion: PionPromptCache, model: Any, name: str, wanted: list[bytes]) -> None:
+    assert continued(model, pion.get_or_prefill(IDS, name)) == wanted
+
+
+@pytest.mark.parametrize("lane", ["mapped", "stored", "range"])
+@pytest.mark.parametrize("sid", ["_pk", "_pv"])
+def test_rows_of_another_store_are_damage_and_a_miss(
+    store: RunningServer, model: Any, wanted: list[bytes], lane: str, sid: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    name = f"other-rows-{lane}{sid}"
+    stored(store, model, name)
+    if lane != "mapped":
+        monkeypatch.setenv("PION_PROMPT_CACHE_NO_EXPORT", "1")
+    if lane == "range":
+        monkeypatch.setenv("PION_PROMPT_CACHE_NO_BATCH", "1")
+    pion = PionPromptCache(model, port=store.port)
+    row = b"\0" * (2 * 32 * 4)
+    command = ("V.STOREBATCH", f"{name}{sid}", 1, 0, 70, row * 70, "FMT", "STORED")
+    pion.resp.command(*command, "LAYOUT", "HND")
+    assert_served(pion, model, name, wanted)
+    stats = pion.stats()
+    assert (stats["hits"], stats["damaged"]) == (0, 1)
+    assert "rows" in stats["last_miss_reason"]
+    assert_served(pion, model, name, wanted)
+    assert pion.hits == 1, "the prefix was stored again"
+
+
+@pytest.mark.parametrize("layer", [COMPLETION_LAYER, 0])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+def test_a_damaged_record_or_state_is_a_miss(
+    store: RunningServer, model: Any, wanted: list[bytes], layer: int, damage: str
+) -> None:
+    name = f"record-{layer}-{damage}"
+    pion = stored(store, model, name)
+    blob = pion.resp.command("SSM.PREFIX.FETCH", name, layer)
+    assert isinstance(blob, bytes)
+    if damage == "missing":
+        pion.resp.command("SSM.PREFIX.DROP", name, layer)
+    else:
+        at = len(blob) // 2
+        broken = (
+            blob[:at] if damage == "cut" else blob[:at] + bytes([blob[at] ^ 8]) + blob[at + 1 :]
+        )
+        pion.resp.command("SSM.PREFIX.STORE", name, layer, broken)
+    assert_served(pion, model, name, wanted)
+    assert (pion.hits, pion.misses) == (1, 2) and pion.last_miss_reason
+    assert_served(pion, model, name, wanted)
+    assert pion.hits == 2
+
+
+def test_registered_or_half_stored_prefixes_are_no_hits(
+    store: RunningServer, model: Any, wanted: list[bytes]
+) -> None:
+    pion = PionPromptCache(model, port=store.port)
+    pion.resp.command("KV.PREFIX.REGISTER", "half", 64, "fp32", "HEADS", 2)
+    pion.resp.command("V.STOREBATCH", "half_pk", 0, 0, 70, b"\0" * (70 * 64 * 4))
+    pion.resp.command("V.STOREBATCH", "half_pv", 0, 0, 70, b"\0" * (70 * 64 * 4))
+    assert pion.lookup("half")
+    assert_served(pion, model, "half", wanted)
+    assert pion.hits == 0 and "unfinished" in str(pion.last_miss_reason)
+    assert_served(pion, model, "half", wanted)
+    assert pion.hits == 1
+
+
+def test_rows_that_are_gone_make_a_record_no_hit(
+    store: RunningServer, model: Any, wanted: list[bytes]
+) -> None:
+    pion = stored(store, model, "gone")
+    pion.resp.command("V.DROP", "gone_pv")
+    assert_served(pion, model, "gone", wanted)
+    assert (pion.hits, pion.misses) == (1, 2)
+
+
+def test_a_newer_record_is_neither_used_nor_overwritten(
+    store: RunningServer, model: Any, wanted: list[bytes]
+) -> None:
+    from crc32c import crc32c
+
+    pion = stored(store, model, "newer")
+    blob = pion.resp.command("SSM.PREFIX.FETCH", "newer", COMPLETION_LAYER)
+    assert isinstance(blob, bytes)
+    body = blob[:8] + (9).to_bytes(4, "little") + blob[12:-4]
+    newer = body + crc32c(body).to_bytes(4, "little")
+    pion.resp.command("SSM.PREFIX.STORE", "newer", COMPLETION_LAYER, newer)
+    assert_served(pion, model, "newer", wanted)
+    assert "version 9" in str(pion.last_miss_reason)
+    assert pion.resp.command("SSM.PREFIX.FETCH", "newer", COMPLETION_LAYER) == newer
+
+
+def test_any_flipped_byte_of_a_segment_is_a_miss_and_never_data(
+    pion_server: RunningServer, model: Any, wanted: list[bytes]
+) -> None:
+    stored(pion_server, model, "flip").close()
+    pion_server.kill()
+    (segment,) = [
+        path for path in pion_server.dir.rglob("*.safetensors") if path.stat().st_size > 50000
+    ]
+    intact = segment.read_bytes()
+    header = int.from_bytes(intact[:8], "little") + 8
+    spots = [header + 5, header + 9000, (header + len(intact)) // 2]
+    for spot in spots:
+        broken = bytearray(intact)
+        broken[spot] ^= 0x10
+        segment.write_bytes(broken)
+        pion_server.restart()
+        pion = PionPromptCache(model, port=pion_server.port)
+        cache = pion.get_or_prefill(IDS, "flip")
+        assert continued(model, cache) == wanted
+        if pion.hits == 0:  # a byte of a spare row harms nobody
+            assert pion.stats()["damaged"] == 1 and pion.last_miss_reason
+            pion.close()
+            break
+        pion.close()
+        pion_server.kill()
+        segment.write_bytes(intact)
+    else:
+        pytest.fail("no flipped byte was noticed")
+
+
+def test_verify_always_sees_what_changed_under_the_server(
+    pion_server: RunningServer, model: Any, wanted: list[bytes]
+) -> None:
+    stored(pion_server, model, "always").close()
+    (segment,) = [
+        path for path in pion_server.dir.rglob("*.safetensors") if path.stat().st_size > 50000
+    ]
+    with segment.open("r+b") as file:
+        start = int.from_bytes(file.read(8), "little") + 8
+        file.seek(start)
+        rows = file.read(4096)
+        file.seek(start)
+        file.write(bytes(byte ^ 1 for byte in rows))
+    pion = PionPromptCache(model, port=pion_server.port, verify="always")
+    assert_served(pion, model, "always", wanted)
+    assert (pion.hits, pion.stats()["damaged"]) == (0, 1)
+
+
+def test_an_absent_server_costs_one_warning_and_then_nothing(
+    model: Any, wanted: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    pion = PionPromptCache(model, port=free_port_block())
+    with caplog.at_level(logging.WARNING, "pion_vllm_mlx"):
+        for _ in range(3):
+            assert_served(pion, model, "absent", wanted)
+    stats = pion.stats()
+    assert (stats["misses"], stats["unavailable"]) == (3, 3)
+    assert len(caplog.records) == 1 and "no store" in stats["last_miss_reason"]
+    assert not pion.lookup("absent")
+
+
+def test_a_server_that_comes_back_is_used_again(
+    pion_server: RunningServer, model: Any, wanted: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pion_vllm_mlx.cache.store_client_endpoint import BackOff
+
+    monkeypatch.setattr(BackOff, "FIRST_SECONDS", 0.05)
+    pion = stored(pion_server, model, "back")
+    pion_server.kill()
+    assert_served(pion, model, "back", wanted)
+    assert (pion.hits, pion.stats()["unavailable"]) == (1, 1)
+    pion_server.restart()
+    time.sleep(0.1)
+    assert_served(pion, model, "back", wanted)
+    assert pion.hits == 2
+
+
+def test_a_stopped_server_costs_its_deadline_once(
+    pion_server: RunningServer, model: Any, wanted: list[bytes]
+) -> None:
+    stored(pion_server, model, "stopped").close()
+    pion = PionPromptCache(model, port=pion_server.port, deadline_seconds=DEADLINE)
+    os.kill(pion_server.pid, signal.SIGSTOP)
+    try:
+        started = time.monotonic()
+        for _ in range(3):
+            assert_served(pion, model, "stopped", wanted)
+        assert time.monotonic() - started < 10 * DEADLINE + 3
+    finally:
+        os.kill(pion_server.pid, signal.SIGCONT)
+    assert pion.stats()["unavailable"] == 3
+
+
+class Talker:
+    """A real socket that answers every connection with the same bytes."""
+
+    def __init__(self, answer: bytes) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._socket.getsockname()[1])
+        self._answer = answer
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                connection.settimeout(5)
+                try:
+                    while connection.recv(65536):
+                        connection.sendall(self._answer)
+                except OSError:
+                    continue
+
+    def close(self) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\x00" * 300,
+        b"-ERR unknown command\r\n" * 3,
+        b"-NOAUTH Authentication required.\r\n" * 3,
+        b"+OK\r\n" * 3,
+        b":7\r\n*2\r\n:1\r\n:2\r\n%1\r\n+a\r\n+b\r\n",
+        b"+HIT\r\n$3\r\nabc\r\n$2\r\n{}\r\n",
+        b"+HIT\r\n$99999999999999\r\n",
+        b"+HIT\r\n",
+    ],
+    ids=lambda a: a[:12].decode("latin-1").strip(),
+)
+def test_garbage_on_the_port_is_a_miss(model: Any, wanted: list[bytes], answer: bytes) -> None:
+    talker = Talker(answer)
+    try:
+        pion = PionPromptCache(model, port=talker.port, deadline_seconds=DEADLINE)
+        assert_served(pion, model, "garbage", wanted)
+        assert pion.hits == 0 and pion.last_miss_reason
+        pion.close()
+    finally:
+        talker.close()
+
+
+def test_a_wrong_password_is_a_miss(tmp_path: Path, model: Any, wanted: list[bytes]) -> None:
+    folder = tmp_path / "locked"
+    folder.mkdir(mode=0o700)
+    server = RunningServer(free_port_block(), folder, ("--requirepass", "secret"))
+    try:
+        server.start()
+        for password in (None, "wrong"):
+            pion = PionPromptCache(model, port=server.port, password=password)
+            assert_served(pion, model, "locked", wanted)
+            assert pion.stats()["unavailable"] == 1
+        pion = PionPromptCache(model, port=server.port, password="secret")
+        for _ in range(2):
+            assert_served(pion, model, "locked", wanted)
+        assert pion.hits == 1
+    finally:
+        server.stop()
+
+
+def test_two_processes_storing_one_name_at_once_leave_a_true_prefix(
+    store: RunningServer, model: Any, wanted: list[bytes]
+) -> None:
+    caches: list[tuple[list[int], PionPromptCache]] = []
+    other = token_ids(70, seed=77)
+    for ids in (IDS, other, IDS, other):
+        caches.append((ids, PionPromptCache(model, port=store.port)))
+    script = (
+        "import sys; from pion_vllm_mlx import PionPromptCache;"
+        "from tests.models import tiny_model, token_ids;"
+        "p = PionPromptCache(tiny_model('qwen3_5'), port=int(sys.argv[1]));"
+        "[p.get_or_prefill(token_ids(70, seed=77), 'race') for _ in range(20)]"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", script, str(store.port)],
+        cwd=Path(__file__).parents[2],
+    )
+    others = continued(model, unstored(model, other))
+    for _ in range(15):
+        for ids, pion in caches:
+            cache = pion.get_or_prefill(ids, "race")
+            assert continued(model, cache) == (wanted if ids is IDS else others)
+    assert process.wait(60) == 0
+    assert_served(caches[0][1], model, "race", wanted)
+
+
+def test_loopback_clients_move_to_the_unix_socket(
+    tmp_path: Path, model: Any, wanted: list[bytes]
+) -> None:
+    folder = tmp_path / "d"
+    folder.mkdir(mode=0o700)
+    path = str(tmp_path / "s")
+    server = RunningServer(free_port_block(), folder, ("--unixsocket", path))
+    try:
+        server.start()
+        pion = stored(server, model, "unix")
+        assert pion.resp.address.path == path
+        direct = PionPromptCache(model, url=f"unix://{path}")
+        assert_served(direct, model, "unix", wanted)
+        assert direct.hits == 1 and direct.stats()["last_lane"] == "mapped"
+    finally:
+        server.stop()
+
+
+def test_an_embedded_store_serves_and_is_found_again(
+    tmp_path: Path, model: Any, wanted: list[bytes]
+) -> None:
+    folder = tmp_path / "embedded"
+    with PionPromptCache(model, url=f"embedded://{folder}") as pion:
+        assert_served(pion, model, "embedded", wanted)
+        os.kill(pion._endpoint._embedded.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        time.sleep(0.2)
+        again = PionPromptCache(model, url=f"embedded://{folder}")
+        assert_served(again, model, "embedded", wanted)
+        assert again.hits == 1
+        again.close()
+
+
+def test_a_folder_that_cannot_be_used_is_a_miss(
+    tmp_path: Path, model: Any, wanted: list[bytes]
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("no folder")
+    with PionPromptCache(model, url=f"embedded://{blocked}") as pion:
+        assert_served(pion, model, "blocked", wanted)
+        assert pion.stats()["unavailable"] == 1
