@@ -154,7 +154,12 @@ class Endpoint:
             self._embedded.close()
 
     def _connect(self, address: Address) -> RespConnection:
-        return RespConnection(address, deadline_seconds=self._deadline, password=self._password)
+        return RespConnection(
+            address,
+            deadline_seconds=self._deadline,
+            password=self._password,
+            silence_seconds=self._deadline,
+        )
 
 
 def _server_info(connection: RespConnection) -> dict[str, str]:
