@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -134,6 +135,14 @@ def refuse(wire: Wire, fragment: str, *words: Word) -> None:
     assert fingerprint(wire) == before, words[:6]
 
 
+def settle(wire: Wire, seconds: float = 10.0) -> None:
+    """Wait until the server holds no bytes in flight: a refusal does not wait for its windows."""
+    deadline = time.monotonic() + seconds
+    while (held := wire.info("INFO", "clients")["in_flight_bytes"]) != "0":
+        assert time.monotonic() < deadline, f"{held} bytes are never given back"
+        time.sleep(0.002)
+
+
 _VOLATILE = {"uptime_in_seconds", "vstore_disk_bytes"}
 
 
@@ -143,5 +152,5 @@ def fingerprint(wire: Wire) -> dict[str, str]:
     receipt = wire.ask("PION.STATS")
     pairs = receipt.items() if isinstance(receipt, dict) else zip(*[iter(receipt)] * 2, strict=True)
     seen |= {name.decode(): str(value) for name, value in pairs}
-    seen["in_flight"] = wire.info("INFO", "clients")["in_flight_bytes"]
+    settle(wire)
     return {name: value for name, value in seen.items() if name not in _VOLATILE}

@@ -70,6 +70,9 @@ def hello(context: Context, args: list[Arg]) -> Reply:
             raise UnsupportedProtocol("unsupported protocol version")
         proto = int(version)
     given = arguments.options(args[2:], {"AUTH": 2, "SETNAME": 1}, "HELLO")
+    name = client.name
+    if "SETNAME" in given:
+        name = _printable(arguments.word(given["SETNAME"][0]))
     if "AUTH" in given and context.server.config.password:
         user, password = (arguments.word(value) for value in given["AUTH"])
         _authenticate(context, user, password)
@@ -79,8 +82,7 @@ def hello(context: Context, args: list[Arg]) -> Reply:
             "HELLO <proto> AUTH <user> <pass> option can be used to authenticate the client "
             "and select the RESP protocol version at the same time"
         )
-    if "SETNAME" in given:
-        client.name = arguments.word(given["SETNAME"][0])
+    client.name = name
     client.proto = proto
     return Map(
         [
@@ -105,6 +107,13 @@ def _describe(client: Client) -> str:
     )
 
 
+def _printable(name: bytes) -> bytes:
+    """A name that cannot break the lines of CLIENT LIST. Raises CommandError."""
+    if any(byte < 33 or byte > 126 for byte in name):
+        raise CommandError("Client names cannot contain spaces or special characters.")
+    return name
+
+
 @command("CLIENT", -2, "Names and lists connections.")
 def client(context: Context, args: list[Arg]) -> Reply:
     me = context.client
@@ -115,15 +124,13 @@ def client(context: Context, args: list[Arg]) -> Reply:
         case b"GETNAME", []:
             return me.name or None
         case b"SETNAME", [name]:
-            if any(byte < 33 or byte > 126 for byte in name):
-                raise CommandError("Client names cannot contain spaces or special characters.")
-            me.name = name
+            me.name = _printable(name)
             return OK
         case b"SETINFO", [field, value] if field.upper() == b"LIB-NAME":
-            me.lib_name = value
+            me.lib_name = _printable(value)
             return OK
         case b"SETINFO", [field, value] if field.upper() == b"LIB-VER":
-            me.lib_ver = value
+            me.lib_ver = _printable(value)
             return OK
         case b"INFO", []:
             return _describe(me)
@@ -169,9 +176,11 @@ def command_table(context: Context, args: list[Arg]) -> Reply:
     raise CommandError(f"unknown subcommand '{words[0][:64].decode('utf-8', 'replace')}'")
 
 
-@command("CONFIG", -2, "Reads settings; none can be set while the server runs.")
+@command("CONFIG", -2, "Reads settings; the only limit to set is no limit of memory.")
 def config(context: Context, args: list[Arg]) -> Reply:
     words = [arguments.word(arg) for arg in args[1:]]
+    if [word.lower() for word in words] == [b"set", b"maxmemory", b"0"]:
+        return OK
     if words[0].upper() != b"GET" or len(words) < 2:
         raise CommandError("CONFIG SET is not supported for this parameter")
     server = context.server

@@ -43,11 +43,17 @@ def v_create(context: Context, args: list[Arg]) -> Effect:
     return Effect([*evicted, record], lambda: context.state.sessions[sid].slot)
 
 
+def _shown(sid: bytes) -> str:
+    """A session id on one line."""
+    text = sid.decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
 def _info(session: Session) -> str:
     heterogeneous = len({(s.width, s.fmt) for s in session.specs.values()}) > 1
     first = session.specs.get(0)
     lines = [
-        f"session:{session.sid.decode('utf-8', 'backslashreplace')}",
+        f"session:{_shown(session.sid)}",
         f"dim:{session.dim}",
         f"v_format:{first.fmt if first else session.fmt}",
         f"schema:{'heterogeneous' if heterogeneous else 'uniform'}",

@@ -78,7 +78,7 @@ class Wal:
             inline = record.inline
             lsn = self.next_lsn + index
             data += framing.frame(lsn, record.op, payload)
-            place = Inline(self._file, self.size + len(data) - len(inline)) if inline else None
+            place = Inline(self._file, self.size + len(data) - len(inline))
             logged.append(Logged(lsn, record, place))
         self._write(bytes(data))
         self.next_lsn += len(records)
