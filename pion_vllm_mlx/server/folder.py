@@ -17,18 +17,23 @@ from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, FILE_MODE
 
 LOCK_NAME = "pion.lock"
 STATUS_NAME = "pion.status"
+_NEVER_INDEX = ".metadata_never_index"
 
 
 class DataFolder:
     """Holds the folder's lock from construction to ``close``.
 
-    Raises DataFolderBusy, naming the owner, or OSError.
+    ``dedicated`` says that the folder holds nothing but a store, so that it may be kept
+    out of searches and backups; one that is created here is. Raises DataFolderBusy,
+    naming the owner, or OSError.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, dedicated: bool = False) -> None:
         self.path = path
         if not path.exists():
             path.mkdir(mode=DIRECTORY_MODE, parents=True)
+            dedicated = True
+        if dedicated and not (path / _NEVER_INDEX).exists():
             _exclude_from_backups(path)
         self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         try:
@@ -61,7 +66,7 @@ class DataFolder:
 
 def _exclude_from_backups(path: Path) -> None:
     """Keep a folder of conversations out of Spotlight and Time Machine."""
-    (path / ".metadata_never_index").touch()
+    (path / _NEVER_INDEX).touch()
     if sys.platform == "darwin":
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             subprocess.run(

@@ -130,10 +130,11 @@ async def _guarded(what: str, work: Callable[[], Awaitable[None]]) -> bool:
 async def _until_deserted(server: Server, defaults: EmbeddedDefaults) -> None:
     """Return when an embedded server has had no client for its idle time."""
     patience = defaults.first_client_seconds
-    lonely_since = time.monotonic()
+    lonely_since, seen = time.monotonic(), 0
     while True:
         await asyncio.sleep(_TICK_SECONDS)
-        if server.clients:
+        if server.clients or server.connections_total > seen:
+            seen = server.connections_total
             lonely_since = time.monotonic()
             patience = defaults.idle_exit_seconds
         elif time.monotonic() - lonely_since > patience:
@@ -190,7 +191,7 @@ async def _stop(
 
 def _run(config: ServerConfig) -> None:
     _raise_file_limit()
-    folder = DataFolder(config.folder)
+    folder = DataFolder(config.folder, dedicated=config.embedded or config.ephemeral)
     work = serve(config, folder)
     try:
         try:
