@@ -66,7 +66,7 @@ class DataFolder:
 
 def _exclude_from_backups(path: Path) -> None:
     """Keep a folder of conversations out of Spotlight and Time Machine."""
-    (path / _NEVER_INDEX).touch()
+    (path / _NEVER_INDEX).touch(mode=FILE_MODE)
     if sys.platform == "darwin":
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             subprocess.run(
