@@ -1,0 +1,174 @@
+"""One byte of any file turned over: refused by name, or missed and counted; never wrong data."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from pion_vllm_mlx.errors import DamagedData, NewerFormat
+from tests.recovery.broken import (
+    SALVAGE,
+    SSM_WAL,
+    VSTORE_WAL,
+    Copies,
+    content_of,
+    damaged_files,
+    history,
+)
+from tests.recovery.driving import Content, Driver
+from tests.recovery.material import COMPLETION_LAYER, register, rows, state
+
+WIDTH = 8
+MANIFEST, SSM_SNAPSHOT = "pion.vstore.0", "pion.ssm.0"
+
+
+def _fill(folder: Path, *after: str) -> Content:
+    with Driver(folder) as driver:
+        driver.ask(*register("n", 1, WIDTH))
+        driver.ask(*rows("n_pk", 0, 0, 2, WIDTH))
+        driver.ask(*rows("n_pv", 0, 0, 2, WIDTH))
+        driver.ask(*state("n", 0, 20))
+        driver.ask(*state("n", 0, 20, salt=1))
+        driver.ask(*state("n", COMPLETION_LAYER, 20))
+        if after:
+            driver.ask(*after)
+        return driver.content()
+
+
+@pytest.mark.parametrize("log", [VSTORE_WAL, SSM_WAL])
+def test_a_flipped_log_is_refused_by_file_and_offset_or_holds_what_came_before(
+    folder: Path, log: str
+) -> None:
+    whole = _fill(folder)
+    copies = Copies(folder)
+    before = history(copies, log)
+    refusals = shorter = 0
+    for position in range((folder / log).stat().st_size):
+        flipped = copies.flipped(log, position)
+        bytes_before = (flipped / log).read_bytes()
+        try:
+            content = content_of(flipped)
+        except DamagedData as error:
+            assert re.match(rf"{re.escape(log)} at \d+: ", str(error)), (position, error)
+            assert (flipped / log).read_bytes() == bytes_before, "a refused start changes nothing"
+            refusals += 1
+            content = content_of(flipped, SALVAGE)
+            (aside,) = damaged_files(flipped)
+            assert aside.read_bytes() == bytes_before
+        assert content in before, position
+        shorter += content != whole
+        assert content_of(copies.folder) == content, "after a salvage the folder is sound"
+    assert refusals and shorter > refusals, "the last record's damage looks like a torn end"
+
+
+@pytest.mark.parametrize("name", [MANIFEST, SSM_SNAPSHOT])
+def test_a_flipped_snapshot_is_refused_by_file_and_offset_or_set_aside(
+    folder: Path, name: str
+) -> None:
+    whole = _fill(folder, "KV.PREFIX.SAVE")
+    other = {
+        key: value for key, value in whole.items() if (key[0] == "state") == (name == MANIFEST)
+    }
+    copies = Copies(folder)
+    harmless = []
+    for position in range((folder / name).stat().st_size):
+        flipped = copies.flipped(name, position)
+        try:
+            content = content_of(flipped)
+        except DamagedData as error:
+            assert re.match(rf"{re.escape(name)} at \d+: ", str(error)), (position, error)
+            content = content_of(flipped, SALVAGE)
+            assert content == other, position
+            assert [path.name.partition(".damaged-")[0] for path in damaged_files(flipped)] == [
+                name
+            ]
+        else:
+            assert content == whole
+            harmless.append(position)
+    assert harmless == [28, 29, 30, 31], "only the spare bytes of the header"
+
+
+def test_without_its_manifest_the_log_is_served_as_far_as_it_stands_by_itself(
+    folder: Path,
+) -> None:
+    _fill(folder, "KV.PREFIX.SAVE")
+    with Driver(folder) as driver:
+        driver.ask(*rows("n_pk", 0, 2, 2, WIDTH))
+        driver.ask(*register("later", 1, WIDTH))
+        driver.ask(*rows("later_pk", 0, 0, 2, WIDTH))
+        whole = driver.content()
+    flipped = Copies(folder).flipped(MANIFEST, 100)
+    content = content_of(flipped, SALVAGE)
+    assert content == {
+        key: value for key, value in whole.items() if key[0] == "state" or b"later" in key[1]
+    }
+    assert content_of(flipped) == content
+
+
+def test_a_flipped_byte_of_a_sealed_segment_is_a_counted_miss_or_a_spare_byte(
+    folder: Path,
+) -> None:
+    whole = _fill(folder, "KV.PREFIX.MAP", "n")
+    (segment,) = (folder / "pion.segments.0").iterdir()
+    copies = Copies(folder)
+    size = segment.stat().st_size
+    positions = [*range(520), *random.Random(6).sample(range(520, size), 400)]
+    missed = 0
+    for position in positions:
+        flipped = copies.flipped(f"pion.segments.0/{segment.name}", position)
+        with Driver(flipped) as driver:
+            content = driver.content()
+            if content == whole:
+                assert driver.store.counters.damaged == 0
+                continue
+            missed += 1
+            assert content == {}, "the whole prefix goes, its states and record too"
+            assert driver.store.counters.damaged == 2
+            assert driver.ask("KV.PREFIX.LOOKUP", "n") == "MISS"
+            assert b"damaged" in str(driver.ask("KV.PREFIX.EXPLAIN", "n")).encode()
+        assert content_of(copies.folder) == {}, "the drop is logged"
+    assert missed >= 520
+
+
+def test_every_flipped_row_byte_is_a_miss(folder: Path) -> None:
+    _fill(folder, "KV.PREFIX.MAP", "n")
+    with Driver(folder) as driver:
+        runs = [run for s in driver.store.state.sessions.values() for run in s.runs()]
+        places = [
+            run.place.offset + piece.offset + byte
+            for run in runs
+            for piece in run.shape.pieces()
+            for byte in range(piece.length)
+        ]
+    (segment,) = (folder / "pion.segments.0").iterdir()
+    copies = Copies(folder)
+    assert len(places) == 2 * 2 * WIDTH * 2
+    for position in places:
+        with Driver(copies.flipped(f"pion.segments.0/{segment.name}", position)) as driver:
+            assert driver.content() == {}
+
+
+def test_a_flipped_byte_of_a_portable_copy_is_refused_or_missed(folder: Path) -> None:
+    whole = _fill(folder, "KV.PREFIX.SAVE", "copy.bin")
+    target = folder.with_name("restored")
+    target.mkdir()
+    (target / MANIFEST).write_bytes((folder / "copy.bin").read_bytes())
+    copies = Copies(target)
+    size = (target / MANIFEST).stat().st_size
+    states = {key: value for key, value in whole.items() if key[0] == "state"}
+    outcomes: set[str] = set()
+    tail = range(size - 260, size)
+    for position in [*random.Random(7).sample(range(size - 260), 300), *tail]:
+        flipped = copies.flipped(MANIFEST, position)
+        try:
+            content = content_of(flipped)
+        except (DamagedData, NewerFormat) as error:
+            assert re.match(r"pion\.(vstore|ssm)\.0 ", str(error)), error
+            outcomes.add("refused")
+            continue
+        outcomes.add("whole" if content == whole else "missed")
+        assert content in (whole, {}, states), position
+    assert outcomes >= {"refused", "missed"}
