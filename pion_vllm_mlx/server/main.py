@@ -36,6 +36,8 @@ EXIT_BUSY = 3
 QUIET_SECONDS = 2.0
 #: how long after a save that failed the next one is tried.
 SAVE_RETRY_SECONDS = 30.0
+#: how long a stop waits for commands that run, and for readers that read slowly.
+STOP_SECONDS = 2.0
 _TICK_SECONDS = 0.25
 
 
@@ -182,7 +184,7 @@ async def _stop(
     await asyncio.gather(*chores, return_exceptions=True)
     running = [c.running for c in server.connections.values() if c.running is not None]
     if running:
-        await asyncio.wait(running, timeout=5)
+        await asyncio.wait(running, timeout=STOP_SECONDS)
     for connection in list(server.connections.values()):
         connection.close()
     await asyncio.sleep(0)
@@ -190,6 +192,7 @@ async def _stop(
 
 
 def _run(config: ServerConfig) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _raise_file_limit()
     folder = DataFolder(config.folder, dedicated=config.embedded or config.ephemeral)
     work = serve(config, folder)
@@ -221,7 +224,6 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-v", "--version") for word in argv):
         print(f"pion-server {__version__}")
         return 0
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     assert commands.__all__
     try:
         config, notices = options.parse(argv, ServerEnvironment.from_environment())
