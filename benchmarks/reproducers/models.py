@@ -1,0 +1,76 @@
+"""Models of random weights, the same in every process, and the first token after a prefix."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+
+SUFFIX_TOKENS = 16
+
+_LLAMA: dict[str, Any] = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    # the caches of a 1B model, and next to nothing to compute
+    "thin": {
+        "num_hidden_layers": 16,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128,
+    },
+    "1b": {
+        "num_hidden_layers": 16,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+    },
+    "8b": {
+        "num_hidden_layers": 32,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+    },
+}
+
+
+def random_llama(shape: str, dtype: mx.Dtype, *, bits: int | None = None) -> Any:
+    """A Llama of seeded random weights, quantized in groups of 64 if ``bits`` is given."""
+    module = importlib.import_module("mlx_lm.models.llama")
+    config = {**_LLAMA, **SHAPES[shape], "tie_word_embeddings": True}
+    mx.random.seed(7)
+    model = module.Model(module.ModelArgs.from_dict(config))
+    model.set_dtype(dtype)
+    if bits is not None:
+        nn.quantize(model, group_size=64, bits=bits)
+    model.eval()
+    for layer in model.layers:  # one at a time: the unquantized weights are never all there
+        mx.eval(layer.parameters())
+    mx.eval(model.parameters())
+    return model
+
+
+def random_ids(count: int, vocabulary: int, seed: int) -> list[int]:
+    """``count`` token ids, another list for every seed."""
+    key = mx.random.key(seed)
+    ids: list[int] = mx.random.randint(0, vocabulary, (count,), key=key).tolist()
+    return ids
+
+
+def first_token(model: Any, ids: Sequence[int], cache: list[Any] | None = None) -> int:
+    """The greedy token after ``ids``, as mlx-lm's own ``generate_step`` gives it."""
+    step = generate_step(mx.array(list(ids)), model, max_tokens=1, prompt_cache=cache)
+    token, _ = next(iter(step))
+    return int(token)

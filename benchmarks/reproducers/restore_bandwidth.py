@@ -1,0 +1,207 @@
+"""The mapped lane in a fresh process, against mlx-lm's own file of the same prefix.
+
+Every time is taken once in the life of a fresh process whose model is loaded and whose
+kernels have run; both sides take turns, the page cache is warm. Three ends of the clock:
+
+* ``evaluated``: from the lookup (mlx-lm: ``load_prompt_cache``) until every layer's arrays
+  are evaluated,
+* ``appended``: the same, and 16 rows appended to every layer, evaluated: what a suffix adds
+  whatever the model,
+* ``first token``: from the lookup to the first token after a suffix of 16 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+from pion_vllm_mlx import PionPromptCache
+
+from .common import (
+    Process,
+    arguments,
+    check,
+    environment,
+    fresh_folder,
+    milliseconds,
+    paired_ratio,
+    pion_server,
+    report,
+)
+from .models import SUFFIX_TOKENS, first_token, random_ids, random_llama
+
+KINDS = ("evaluated", "appended", "first token")
+DTYPES = {"fp16": mx.float16, "bf16": mx.bfloat16, "fp32": mx.float32}
+BAR = 1.1
+VOCABULARY = 128
+
+
+def namespace(tokens: int) -> str:
+    """Where the prefix of ``tokens`` tokens lies."""
+    return f"restore-{tokens}"
+
+
+def prefix_ids(tokens: int) -> list[int]:
+    """The prefix of that length."""
+    return random_ids(tokens, VOCABULARY, tokens)
+
+
+def prompt_file(folder: Path, tokens: int) -> str:
+    """mlx-lm's file of the same prefix."""
+    return str(folder / f"mlx-lm-{tokens}.safetensors")
+
+
+def rows_filled(model: Any, tokens: int) -> list[Any]:
+    """A cache of random rows: no prefill is needed to restore one."""
+    caches = make_prompt_cache(model)
+    args = model.args
+    shape = (1, args.num_key_value_heads, tokens, args.head_dim)
+    dtype = model.layers[0].self_attn.k_proj.weight.dtype
+    for number, cache in enumerate(caches):
+        key = mx.random.key(1000 * tokens + number)
+        rows = mx.random.normal(shape, key=key).astype(dtype)
+        cache.update_and_fetch(rows, rows[..., ::-1])
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
+def states(caches: Sequence[Any]) -> list[Any]:
+    """The arrays of a plain cache list."""
+    return [cache.state for cache in caches]
+
+
+class Job:
+    """What a fresh process is told, and how it does it."""
+
+    def __init__(self, words: dict[str, Any]) -> None:
+        self.folder = Path(words["folder"])
+        self.port = int(words["port"])
+        self.side, self.kind = words["side"], words["kind"]
+        self.model = random_llama("thin", DTYPES[words["dtype"]])
+        self.suffix = random_ids(SUFFIX_TOKENS, VOCABULARY, 1)
+
+    def prompt_cache(self) -> PionPromptCache:
+        """A client of the parent's server."""
+        url = f"tcp://127.0.0.1:{self.port}"
+        return PionPromptCache(self.model, url=url, deadline_seconds=60)
+
+    def prepare(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
+        """Prefill and store every prefix; mlx-lm saves the very same cache."""
+        found = []
+        with self.prompt_cache() as pion:
+            for count in tokens:
+                cache = pion.get_or_prefill(prefix_ids(count), namespace(count))
+                save_prompt_cache(prompt_file(self.folder, count), cache)
+                found.append({"bytes": pion.stats()["bytes_stored"]})
+        return found
+
+    def restores(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
+        """Time one restore of every prefix."""
+        first_token(self.model, self.suffix, make_prompt_cache(self.model))
+        if self.side == "mlx-lm":
+            return [
+                self._timed(lambda n=n: load_prompt_cache(prompt_file(self.folder, n)))
+                for n in tokens
+            ]
+        with self.prompt_cache() as pion:
+            found = []
+            for n in tokens:
+                ids = prefix_ids(n)
+                found.append(
+                    self._timed(lambda n=n, ids=ids: pion.get_or_prefill(ids, namespace(n)))
+                )
+                if pion.stats()["lane"] != "mapped":
+                    raise SystemExit(f"not the mapped lane: {pion.stats()}")
+            return found
+
+    def _timed(self, restore: Callable[[], list[Any]]) -> dict[str, Any]:
+        rows = mx.ones(
+            (1, 8, SUFFIX_TOKENS, 64), self.model.layers[0].self_attn.k_proj.weight.dtype
+        )
+        mx.eval(rows)
+        token = None
+        started = time.perf_counter()
+        caches = restore()
+        if self.kind == "first token":
+            token = first_token(self.model, self.suffix, caches)
+        else:
+            if self.kind == "appended":
+                for cache in caches:
+                    cache.update_and_fetch(rows, rows)
+            mx.eval(states(caches))
+        return {"seconds": time.perf_counter() - started, "token": token}
+
+
+def child(words: dict[str, Any]) -> list[dict[str, Any]]:
+    """Run a job in a fresh process and wait for its report."""
+    command = [sys.executable, "-m", "benchmarks.reproducers.restore_bandwidth"]
+    done = subprocess.run(
+        [*command, "--job", json.dumps(words)],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+def rounds(options: argparse.Namespace, job: dict[str, Any], kind: str) -> dict[str, Any]:
+    """One end of the clock: both sides in turn, all prefixes in every process."""
+    times: dict[tuple[str, int], list[float]] = {}
+    tokens_seen: dict[int, set[int]] = {n: set() for n in options.tokens}
+    for _ in range(options.pairs):
+        for side in ("mlx-lm", "pion"):
+            for n, result in zip(
+                options.tokens, child({**job, "side": side, "kind": kind}), strict=True
+            ):
+                times.setdefault((side, n), []).append(result["seconds"])
+                tokens_seen[n].add(result["token"])
+    found = {}
+    for n in options.tokens:
+        ratio = paired_ratio(times["pion", n], times["mlx-lm", n])
+        found[f"N={n}"] = {
+            "mlx_lm_ms": milliseconds(times["mlx-lm", n]),
+            "pion_ms": milliseconds(times["pion", n]),
+            "time_ratio": ratio,
+            "same_token": len(tokens_seen[n]) == 1,
+            **check(ratio["median"], BAR, at_least=False),
+        }
+    return found
+
+
+def measure(options: argparse.Namespace, folder: Path, pion: Process) -> None:
+    job = {"folder": str(folder), "port": pion.port, "dtype": options.dtype}
+    job["tokens"] = options.tokens
+    stored = child({**job, "side": "pion", "kind": "store"})
+    found: dict[str, Any] = {kind: rounds(options, job, kind) for kind in options.kinds}
+    figures = {"dtype": options.dtype, "stored_bytes": stored[-1]["bytes"], **found}
+    report("restore_bandwidth", options, figures, "mlx", "mlx-lm")
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 4100])
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--job", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.job:
+        job = Job(options.job)
+        work = job.prepare if options.job["kind"] == "store" else job.restores
+        print(json.dumps(work(options.job["tokens"])))
+        return
+    with fresh_folder(options.dir) as folder, pion_server(folder / "pion") as pion:
+        measure(options, folder, pion)
+
+
+if __name__ == "__main__":
+    main()
