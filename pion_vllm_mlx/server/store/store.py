@@ -262,7 +262,8 @@ class Store:
         except (OSError, ValueError) as error:
             raise CommandError(f"sealing failed: {error}") from error
         finally:
-            for job in jobs:
+            # a log that could not be cut may name a segment that was made here
+            for job in jobs if not self.vstore_wal.broken else ():
                 job.give_up()
 
     async def save(self, path: Path | None = None) -> None:

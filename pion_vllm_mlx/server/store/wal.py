@@ -7,6 +7,7 @@ again: the file never holds half a record in its middle.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,7 +50,8 @@ class Wal:
         self.enabled = enabled
         self.appended = 0
         self.dirty = False
-        self._broken = ""
+        #: why the file's end may hold records that were not acknowledged
+        self.broken = ""
         self._file = self._open() if enabled else None
         self.size = self._file.size() if self._file else 0
 
@@ -69,8 +71,10 @@ class Wal:
             logged = [Logged(self.next_lsn + i, record, None) for i, record in enumerate(records)]
             self.next_lsn += len(records)
             return logged
-        if self._broken:
-            raise CommandError(f"the log is not writable: {self._broken}")
+        if self.broken:
+            self._cut()
+        if self.broken:
+            raise CommandError(f"the log is not writable: {self.broken}")
         data = bytearray(b"" if self.size else framing.header(self.magic))
         logged = []
         for index, record in enumerate(records):
@@ -90,13 +94,19 @@ class Wal:
         try:
             pwrite_all(self._file.fd, data, self.size)
         except OSError as error:
-            try:
-                os.ftruncate(self._file.fd, self.size)
-            except OSError as second:
-                self._broken = str(second)
+            self._cut()
             raise CommandError(f"the log could not be written: {error.strerror}") from error
         self.size += len(data)
         self.dirty = True
+
+    def _cut(self) -> None:
+        """Cut off what a failed append left behind."""
+        assert self._file is not None
+        try:
+            os.ftruncate(self._file.fd, self.size)
+            self.broken = ""
+        except OSError as error:
+            self.broken = str(error)
 
     def flush(self) -> None:
         """Bring what was appended to stable storage; raises OSError, and is then still due."""
@@ -120,13 +130,17 @@ class Wal:
             self.appended = 0
             return
         # opened before the rename: what is appended from then on must not go to a lost file
-        empty = FileHandle(
-            self.path.with_name(self.path.name + TEMPORARY), os.O_RDWR | os.O_CREAT | os.O_TRUNC
-        )
-        os.replace(empty.path, self.path)
+        temporary = self.path.with_name(self.path.name + TEMPORARY)
+        empty = FileHandle(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        try:
+            os.replace(temporary, self.path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+            raise
         empty.path = self.path
         self._file = empty if self.enabled else None
         self.size = self.appended = 0
         self.dirty = False
-        self._broken = ""
+        self.broken = ""
         flush_directory(self.path.parent)
