@@ -48,13 +48,13 @@ def failing(fail_at: int, forever: bool = False) -> Iterator[Faults]:
 
 
 @contextmanager
-def counting(name: str) -> Iterator[list[Any]]:
-    """Within the block, the first arguments of every call of ``os.<name>``."""
-    seen: list[Any] = []
+def counting(name: str) -> Iterator[list[int]]:
+    """Within the block, the inode of the file of every call of ``os.<name>``."""
+    seen: list[int] = []
     real = getattr(os, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        seen.append(args[0])
+        seen.append(os.fstat(args[0]).st_ino)
         return real(*args, **kwargs)
 
     with mock.patch.object(os, name, call):
