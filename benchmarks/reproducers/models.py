@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.generate import generate_step
+from mlx_lm.models import llama
 
 SUFFIX_TOKENS = 16
 
@@ -46,15 +47,37 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+class RowsOnly(llama.Model):
+    """A Llama whose long prompts become random rows: what is restored need not be computed."""
+
+    def __call__(self, inputs: mx.array, cache: Any = None, *more: Any, **named: Any) -> mx.array:
+        """As a Llama, or random rows into ``cache`` and no logits."""
+        tokens = inputs.shape[1]
+        if cache is None or tokens <= SUFFIX_TOKENS:
+            logits: mx.array = super().__call__(inputs, cache, *more, **named)
+            return logits
+        shape = (1, int(self.args.num_key_value_heads or 0), tokens, int(self.args.head_dim or 0))
+        for number, layer in enumerate(cache):
+            rows = mx.random.normal(shape, key=mx.random.key(number)).astype(self.row_dtype)
+            layer.update_and_fetch(rows, rows[..., ::-1])
+        return mx.zeros((1, 1, 1))
+
+    @property
+    def row_dtype(self) -> mx.Dtype:
+        """What its caches hold."""
+        dtype: mx.Dtype = self.layers[0].self_attn.k_proj.weight.dtype
+        return dtype
+
+
 def random_llama(shape: str, dtype: mx.Dtype, *, bits: int | None = None) -> Any:
     """A Llama of seeded random weights, quantized in groups of 64 if ``bits`` is given."""
-    module = importlib.import_module("mlx_lm.models.llama")
     config = {**_LLAMA, **SHAPES[shape], "tie_word_embeddings": True}
     mx.random.seed(7)
-    model = module.Model(module.ModelArgs.from_dict(config))
+    kind = RowsOnly if shape == "thin" else llama.Model
+    model = kind(llama.ModelArgs.from_dict(config))  # type: ignore[no-untyped-call]
     model.set_dtype(dtype)
     if bits is not None:
-        nn.quantize(model, group_size=64, bits=bits)
+        nn.quantize(model, group_size=64, bits=bits)  # type: ignore[attr-defined]
     model.eval()
     for layer in model.layers:  # one at a time: the unquantized weights are never all there
         mx.eval(layer.parameters())
@@ -65,8 +88,7 @@ def random_llama(shape: str, dtype: mx.Dtype, *, bits: int | None = None) -> Any
 def random_ids(count: int, vocabulary: int, seed: int) -> list[int]:
     """``count`` token ids, another list for every seed."""
     key = mx.random.key(seed)
-    ids: list[int] = mx.random.randint(0, vocabulary, (count,), key=key).tolist()
-    return ids
+    return [int(token) for token in np.array(mx.random.randint(0, vocabulary, (count,), key=key))]
 
 
 def first_token(model: Any, ids: Sequence[int], cache: list[Any] | None = None) -> int:

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,17 +61,9 @@ def prompt_file(folder: Path, tokens: int) -> str:
     return str(folder / f"mlx-lm-{tokens}.safetensors")
 
 
-def rows_filled(model: Any, tokens: int) -> list[Any]:
-    """A cache of random rows: no prefill is needed to restore one."""
-    caches = make_prompt_cache(model)
-    args = model.args
-    shape = (1, args.num_key_value_heads, tokens, args.head_dim)
-    dtype = model.layers[0].self_attn.k_proj.weight.dtype
-    for number, cache in enumerate(caches):
-        key = mx.random.key(1000 * tokens + number)
-        rows = mx.random.normal(shape, key=key).astype(dtype)
-        cache.update_and_fetch(rows, rows[..., ::-1])
-    mx.eval([cache.state for cache in caches])
+def load_file(folder: Path, tokens: int) -> list[Any]:
+    """mlx-lm's way to restore the prefix."""
+    caches: list[Any] = load_prompt_cache(prompt_file(folder, tokens))  # type: ignore[no-untyped-call]
     return caches
 
 
@@ -108,25 +101,17 @@ class Job:
         """Time one restore of every prefix."""
         first_token(self.model, self.suffix, make_prompt_cache(self.model))
         if self.side == "mlx-lm":
-            return [
-                self._timed(lambda n=n: load_prompt_cache(prompt_file(self.folder, n)))
-                for n in tokens
-            ]
+            return [self._timed(partial(load_file, self.folder, n)) for n in tokens]
+        found = []
         with self.prompt_cache() as pion:
-            found = []
             for n in tokens:
-                ids = prefix_ids(n)
-                found.append(
-                    self._timed(lambda n=n, ids=ids: pion.get_or_prefill(ids, namespace(n)))
-                )
+                found.append(self._timed(partial(pion.get_or_prefill, prefix_ids(n), namespace(n))))
                 if pion.stats()["lane"] != "mapped":
                     raise SystemExit(f"not the mapped lane: {pion.stats()}")
-            return found
+        return found
 
     def _timed(self, restore: Callable[[], list[Any]]) -> dict[str, Any]:
-        rows = mx.ones(
-            (1, 8, SUFFIX_TOKENS, 64), self.model.layers[0].self_attn.k_proj.weight.dtype
-        )
+        rows = mx.ones((1, 8, SUFFIX_TOKENS, 64), self.model.row_dtype)
         mx.eval(rows)
         token = None
         started = time.perf_counter()
