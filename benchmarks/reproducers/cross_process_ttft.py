@@ -30,7 +30,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm import load
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
 
 from pion_vllm_mlx import PionPromptCache
 
@@ -123,16 +123,19 @@ class Job:
         """Every way once, for every prefix."""
         found: dict[str, Any] = {}
         for tokens in self.prefixes:
-            # the kernels of this length, and of a suffix behind it
-            warm = [*random_ids(tokens, VOCABULARY, WARM_UP_SEED), *self.suffix]
-            if "cold" in self.ways:
-                first_token(self.model, warm)
+            self.warm_up(tokens)
             ids = self.ids(tokens)
             if "in-process" in self.ways:
                 for _ in range(2):  # the second time it stays
                     self.caches["in-process"].get_or_prefill(ids, namespace(tokens))
             found[str(tokens)] = {way: self.timed(way, tokens, ids) for way in self.ways}
         return found
+
+    def warm_up(self, tokens: int) -> None:
+        """Run the kernels of this length, and of a suffix behind it, on another prefix."""
+        cache = make_prompt_cache(self.model)
+        first_token(self.model, random_ids(tokens, VOCABULARY, WARM_UP_SEED), cache)
+        first_token(self.model, self.suffix, cache)
 
     def timed(self, way: str, tokens: int, ids: Sequence[int]) -> dict[str, Any]:
         """One time to first token, and the time until the cache was there."""
