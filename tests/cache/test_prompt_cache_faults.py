@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -243,6 +244,7 @@ class Talker:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._socket.getsockname()[1])
         self._answer = answer
+        self.connections = 0
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
@@ -252,6 +254,7 @@ class Talker:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
+            self.connections += 1
             with connection:
                 connection.settimeout(5)
                 try:
@@ -285,11 +288,78 @@ def test_garbage_on_the_port_is_a_miss(model: Any, wanted: list[bytes], answer: 
     talker = Talker(answer)
     try:
         pion = PionPromptCache(model, port=talker.port, deadline_seconds=DEADLINE)
-        assert_served(pion, model, "garbage", wanted)
+        for _ in range(3):
+            assert_served(pion, model, "garbage", wanted)
         assert pion.hits == 0 and pion.last_miss_reason
+        assert talker.connections <= 2, "a store that fails is left alone for a while"
         pion.close()
     finally:
         talker.close()
+
+
+class CuttingProxy:
+    """Forwards one connection after the other; hangs up after some bytes of replies."""
+
+    def __init__(self, port: int, reply_bytes: int) -> None:
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port = int(self._socket.getsockname()[1])
+        self._target, self._left = port, reply_bytes
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._left > 0:
+            try:
+                client, _ = self._socket.accept()
+            except OSError:
+                return
+            with client, socket.create_connection(("127.0.0.1", self._target)) as server:
+                threading.Thread(target=self._pump, args=(client, server)).start()
+                while self._left > 0 and (reply := server.recv(min(4096, self._left))):
+                    self._left -= len(reply)
+                    client.sendall(reply)
+                for end in (client, server):
+                    with contextlib.suppress(OSError):  # the other side may be gone already
+                        end.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    @staticmethod
+    def _pump(client: socket.socket, server: socket.socket) -> None:
+        try:
+            while request := client.recv(65536):
+                server.sendall(request)
+            server.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._thread.join()
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_a_server_that_hangs_up_anywhere_in_a_fetch_is_a_miss(
+    store: RunningServer, model: Any, wanted: list[bytes], batch: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_EXPORT", "1")
+    if not batch:
+        monkeypatch.setenv("PION_PROMPT_CACHE_NO_BATCH", "1")
+    name = f"cut-{batch}"
+    stored(store, model, name).close()
+    for reply_bytes in (1, 300, 2500, 5000, 30_000, 60_000):
+        proxy = CuttingProxy(store.port, reply_bytes)
+        try:
+            with PionPromptCache(model, port=proxy.port, deadline_seconds=2) as pion:
+                assert_served(pion, model, name, wanted)
+            assert (pion.hits, pion.misses) == (0, 1) and pion.last_miss_reason, reply_bytes
+        finally:
+            proxy.close()
+    with PionPromptCache(model, port=store.port) as whole:
+        assert_served(whole, model, name, wanted)
+    assert whole.hits == 1
 
 
 def test_a_wrong_password_is_a_miss(tmp_path: Path, model: Any, wanted: list[bytes]) -> None:
