@@ -109,11 +109,13 @@ async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
         outcome.append(effect)
         return list(effect.records)
 
+    applied = False
     try:
         await context.store.commit(build)
+        applied = True
     finally:
         if command.prepare is not None:
-            arguments[2].finish(context.store)  # type: ignore[attr-defined]
+            arguments[2].finish(context.store, applied)  # type: ignore[attr-defined]
     reply = outcome[0].reply
     return reply() if callable(reply) else reply
 

@@ -152,10 +152,10 @@ class StoredRows:
             bytes(self.blob) if self.blob is not None else b"",
         )
 
-    def finish(self, store: Store) -> None:
-        """The record is logged, or the command was refused: the region's writer is done."""
+    def finish(self, store: Store, applied: bool) -> None:
+        """The record is applied, or the command was refused: the region's writer is done."""
         if self.region is not None:
-            store.release(self.region)
+            store.release(self.region, applied)
 
 
 async def store_rows(context: Context, args: list[Arg]) -> StoredRows:
@@ -236,7 +236,7 @@ async def _convert(
         else:
             await store.run(lambda: _write(request, spec, source, stored.writer))
     except (CommandError, OSError) as error:
-        stored.finish(store)
+        stored.finish(store, False)
         raise disk_error(error) if isinstance(error, OSError) else error from None
     return stored
 

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 import signal
 import sys
 import tempfile
@@ -62,18 +61,6 @@ def _clear_socket(path: Path) -> None:
         path.unlink()
     elif os.path.lexists(path):
         raise ConfigError(f"--unixsocket: {path} exists and is not a socket")
-
-
-def _raise_file_limit() -> None:
-    """Allow as many open files as the system lets us: one a connection, one a segment."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    for wanted in (1 << 20, 1 << 16, 10_240):
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        if limit <= soft:
-            return
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
-            return
 
 
 async def _listen(server: Server) -> list[asyncio.Server]:
@@ -193,7 +180,6 @@ async def _stop(
 
 def _run(config: ServerConfig) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    _raise_file_limit()
     folder = DataFolder(config.folder, dedicated=config.embedded or config.ephemeral)
     work = serve(config, folder)
     try:

@@ -69,9 +69,10 @@ class StoredState:
     region: Region | None
     blob: bytes
 
-    def finish(self, store: Store) -> None:
+    def finish(self, store: Store, applied: bool) -> None:
+        """The record is applied, or the command was refused: the region's writer is done."""
         if self.region is not None:
-            store.release(self.region)
+            store.release(self.region, applied)
 
 
 async def store_state(context: Context, args: list[Arg]) -> StoredState:
@@ -93,7 +94,7 @@ async def store_state(context: Context, args: list[Arg]) -> StoredState:
     else:
         raise CommandError("argument is too long")
     if expected is not None and expected != stored.crc:
-        stored.finish(context.store)
+        stored.finish(context.store, False)
         raise CommandError(f"{where}: checksum of the blob is wrong")
     return stored
 

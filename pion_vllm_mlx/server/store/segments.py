@@ -57,7 +57,8 @@ class Segment:
     """One segment file and what the server knows of it.
 
     ``tail`` is where the next bytes go; ``writers`` counts regions handed out whose
-    writing has not ended; ``uses`` counts runs and states that live here.
+    writing has not ended; ``uses`` counts runs and states that live here; ``abandoned``
+    holds begin and end of regions that nothing came of.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Segment:
     uses: int = 0
     tensors: int = 0
     dirty: bool = False
+    abandoned: set[tuple[int, int]] = field(default_factory=set)
     _disk_bytes: int = 0
 
     @property
@@ -95,6 +97,19 @@ class Segment:
         self.tail = offset + nbytes
         self.tensors += tensors
         return offset
+
+    def take_back(self, begin: int, end: int) -> None:
+        """Nothing came of these bytes: what lies at the end of the file is cut off.
+
+        Called on the event loop while the region still counts as a writer: nobody seals.
+        """
+        self.abandoned.add((begin, end))
+        tail = self.tail
+        while ends := [a for a in self.abandoned if a[1] == self.tail]:
+            self.abandoned -= set(ends)
+            self.tail = min(begin for begin, _ in ends)
+        if self.tail < tail and self.file.size() > self.tail:
+            os.ftruncate(self.file.fd, self.tail)
 
     def has_room(self, nbytes: int, tensors: int) -> bool:
         """Whether a run of ``nbytes`` in ``tensors`` parts still fits."""

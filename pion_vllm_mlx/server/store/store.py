@@ -9,6 +9,7 @@ belongs to the event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 import time
@@ -29,14 +30,17 @@ from pion_vllm_mlx.server.store.eviction import (
     drop_session,
 )
 from pion_vllm_mlx.server.store.files import publish, raise_file_limit
-from pion_vllm_mlx.server.store.index import Run, Session, group_of
+from pion_vllm_mlx.server.store.index import InSegment, Run, Session, group_of
 from pion_vllm_mlx.server.store.records import Create, Drop, Record, Rows
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
 from pion_vllm_mlx.server.store.rows import verify_run
 from pion_vllm_mlx.server.store.sealing import SealJob, begin_seal
+from pion_vllm_mlx.server.store.sealing import sessions_of as sessions_in
 from pion_vllm_mlx.server.store.segments import Region, Segment
 
 T = TypeVar("T")
+
+log = logging.getLogger(__name__)
 
 #: rows and states below this ride in the log.
 INLINE_BYTES = 64 << 10
@@ -217,18 +221,42 @@ class Store:
         return self.reserve_now(group, nbytes, tensors)
 
     def reserve_now(self, group: bytes, nbytes: int, tensors: int) -> Region:
-        """As ``reserve``, without looking at the budget."""
+        """As ``reserve``, but makes no room: refuses only what can never fit."""
+        if self.config.disk_budget and nbytes > self.config.disk_budget:
+            raise CommandError("the disk budget does not allow this store")
         try:
             return self.segments.reserve(group, nbytes, tensors)
         except OSError as error:
             raise disk_error(error) from error
 
-    def release(self, region: Region) -> None:
-        """The region's writer has ended; drop the file if nothing came of it."""
+    def release(self, region: Region, kept: bool = False) -> None:
+        """The region's writer has ended; give its bytes back if nothing came of them.
+
+        ``kept``: its record was applied. Only the first call for a region counts.
+        """
+        if region.released:
+            return
+        if not kept and not self._lives(region):
+            try:
+                region.segment.take_back(region.offset, region.offset + region.length)
+            except OSError as error:
+                log.error("%s could not be cut: %s", region.segment.path.name, error)
         region.release()
         if region.segment.uses == 0 and region.segment.writers == 0:
             self.state.unused.append(region.segment)
             self.discard_unused()
+
+    def _lives(self, region: Region) -> bool:
+        """Whether a record put something there: it may be applied though its flush failed."""
+        group = region.segment.group
+        places = [run.place for s in sessions_in(self.state, group) for run in s.runs()]
+        places += [blob.place for blob in self.state.states.get(group, {}).values()]
+        return any(
+            isinstance(place, InSegment)
+            and place.segment is region.segment
+            and place.offset == region.offset
+            for place in places
+        )
 
     # -- sealing and saving ----------------------------------------------------
 
