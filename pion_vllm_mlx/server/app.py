@@ -199,7 +199,8 @@ class Connection(asyncio.BufferedProtocol):
             try:
                 reply: Reply = await pending
             except CommandError as error:
-                reply = error
+                # its frames hold open files, and this frame would hold them in a cycle
+                reply = error.with_traceback(None)
             except Exception:  # noqa: BLE001 - outermost loop of a command
                 reply = _bug(args)
             dispatch.release(args)

@@ -129,7 +129,7 @@ class StreamInbound:
         self._done = asyncio.Event()
         self._released = False
         self._error: BaseException | None = None
-        self.abandon: Callable[[], None] = lambda: None
+        self.abandon: Callable[[], None] = _nothing
 
     def buffer(self) -> memoryview | None:
         if self._window is None:
@@ -196,6 +196,16 @@ class StreamInbound:
             self._pool.give_back(self._window)
             self._window = None
         self.abandon()
+        # no cycle through these may keep a file open
+        self.abandon, self._consume, self._error = _nothing, _ignore, None
+
+
+def _nothing() -> None:
+    pass
+
+
+def _ignore(window: memoryview) -> None:
+    pass
 
 
 class RefusedBulk(DiscardBulk):

@@ -193,15 +193,20 @@ def blob_length(blob: Arg) -> int:
 def _received_in_place(
     request: RowsRequest, session: Session, spec: LayerSpec, blob: RowsInbound
 ) -> StoredRows | None:
-    """The run, when the guess at its layout was right."""
+    """The run, when the guess at its layout was right, or does not matter."""
     writer = blob.writer
     if writer is None or request.encoding != _stored_encoding(spec, request.encoding):
         return None
-    same_layout = writer.shape.head_major == request.head_major or spec.heads == 1
-    if not same_layout or writer.shape.spec != spec:
+    shape = writer.shape
+    if shape.spec != spec:
         return None
+    if shape.head_major != request.head_major and spec.heads != 1:
+        if shape.head_major or len(spec.parts()) > 1:
+            return None
+        # a stream without gaps is what a dense run of the other layout is, too
+        shape = RunShape.dense(spec, request.rows, request.head_major)
     _check_crc(request, writer.stream_crc)
-    return StoredRows(request, session, writer.shape, writer, blob.region)
+    return StoredRows(request, session, shape, writer, blob.region)
 
 
 def _stored_encoding(spec: LayerSpec, encoding: str) -> str:
@@ -218,11 +223,15 @@ def _check_crc(request: RowsRequest, crc: int) -> None:
 async def _convert(
     context: Context, request: RowsRequest, session: Session, blob: Arg
 ) -> StoredRows:
-    """Write the rows from memory or a spool into their place."""
+    """Write the rows from memory, a spool or a wrong place into their place."""
     store = context.store
     spec = session.spec(request.layer)
     dense = RunShape.dense(spec, request.rows, request.head_major)
-    if store.config.wal and dense.data_bytes < INLINE_BYTES:
+    if isinstance(blob, RowsInbound) and blob.region is not None and len(spec.parts()) == 1:
+        # Where they are is large enough, and no row moves towards the end: each window
+        # has been read before anything is written over it.
+        stored = StoredRows(request, session, dense, RunWriter(dense, blob.region), blob.region)
+    elif store.config.wal and dense.data_bytes < INLINE_BYTES:
         buffer = bytearray(dense.file_bytes)
         stored = StoredRows(request, session, dense, RunWriter(dense, buffer), None, buffer)
     else:
@@ -238,6 +247,8 @@ async def _convert(
     except (CommandError, OSError) as error:
         stored.finish(store, False)
         raise disk_error(error) if isinstance(error, OSError) else error from None
+    if stored.region is not None and stored.shape is not None:
+        store.shorten(stored.region, stored.shape.file_bytes)
     return stored
 
 

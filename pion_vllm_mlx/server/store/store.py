@@ -237,14 +237,24 @@ class Store:
         if region.released:
             return
         if not kept and not self._lives(region):
-            try:
-                region.segment.take_back(region.offset, region.offset + region.length)
-            except OSError as error:
-                log.error("%s could not be cut: %s", region.segment.path.name, error)
+            self._take_back(region, 0)
         region.release()
         if region.segment.uses == 0 and region.segment.writers == 0:
             self.state.unused.append(region.segment)
             self.discard_unused()
+
+    def shorten(self, region: Region, nbytes: int) -> None:
+        """Only the first ``nbytes`` are needed. The region must not be released yet."""
+        if nbytes < region.length:
+            self._take_back(region, nbytes)
+            region.length = nbytes
+
+    def _take_back(self, region: Region, begin: int) -> None:
+        segment = region.segment
+        try:
+            segment.take_back(region.offset + begin, region.offset + region.length)
+        except OSError as error:
+            log.error("%s could not be cut: %s", segment.path.name, error)
 
     def _lives(self, region: Region) -> bool:
         """Whether a record put something there: it may be applied though its flush failed."""
