@@ -1,7 +1,7 @@
 """The ways rows travel from the store: mapped files, all layers at once, run by run.
 
 A lane gives, for every run of the completion record, an array of exactly those rows
-(spare rows behind them allowed), evaluated and proved to belong to the record:
+(spare rows behind them allowed), proved to belong to the record:
 
 * mapped: the server names the files of a namespace; each tensor must carry the run's
   checksum, which the server has verified since it started. ``verify="always"`` reads
@@ -57,9 +57,11 @@ class Wanted:
 
 RunArrays = list[tuple[Run, mx.array]]
 
+_SIDES: tuple[Side, Side] = ("k", "v")
+
 
 def load_mapped(client: StoreClient, wanted: Wanted) -> RunArrays:
-    """Rows out of the server's files: lazy loads, evaluated together."""
+    """Rows out of the server's files: lazy loads, for the caller to evaluate at once."""
     if wanted.mapping is None:
         raise StoreUnavailable("the server names no files")
     try:
@@ -67,7 +69,6 @@ def load_mapped(client: StoreClient, wanted: Wanted) -> RunArrays:
         arrays = [(run, tensors.rows(run, wanted.leaf(run))) for run in wanted.record.runs]
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise StoreUnavailable(f"KV.PREFIX.MAP answered something else: {error!r}") from error
-    mx.eval([array for _, array in arrays])
     if wanted.verify_always:
         _verify_mapped(tensors, wanted)
     return arrays
@@ -79,22 +80,24 @@ def load_stored(client: StoreClient, wanted: Wanted) -> RunArrays:
     Where every layer has the same rows in one run that is a BATCH; for windows beside full
     layers it is one RANGE a run, sent together.
     """
-    arrays: RunArrays = []
-    for side in ("k", "v"):
-        runs = [run for run in wanted.record.runs if run.side == side]
-        if not runs:
-            continue
-        total = sum(run_bytes(wanted.leaf(run), run) for run in runs)
-        if _uniform(runs):
-            end, layers = runs[0].rows, max(run.layer for run in runs) + 1
-            found = client.fetch_batch(wanted.namespace, side, end, layers, total)
-            if len(found) != layers:
-                raise StoreUnavailable("the server answered another number of layers")
-            blobs = [found[run.layer] for run in runs]
-        else:
-            blobs = client.fetch_ranges(wanted.namespace, runs, total)
-        arrays += [_verified(blob, run, wanted) for blob, run in zip(blobs, runs, strict=True)]
-    return arrays
+    return [pair for side in _SIDES for pair in _side_stored(client, wanted, side)]
+
+
+def _side_stored(client: StoreClient, wanted: Wanted, side: Side) -> RunArrays:
+    """One side; its buffers are free again for the other one."""
+    runs = [run for run in wanted.record.runs if run.side == side]
+    if not runs:
+        return []
+    total = sum(run_bytes(wanted.leaf(run), run) for run in runs)
+    if _uniform(runs):
+        end, layers = runs[0].rows, max(run.layer for run in runs) + 1
+        found = client.fetch_batch(wanted.namespace, side, end, layers, total)
+        if len(found) != layers:
+            raise StoreUnavailable("the server answered another number of layers")
+        blobs = [found[run.layer] for run in runs]
+    else:
+        blobs = client.fetch_ranges(wanted.namespace, runs, total)
+    return [_verified(blob, run, wanted) for blob, run in zip(blobs, runs, strict=True)]
 
 
 def _uniform(runs: list[Run]) -> bool:
@@ -121,14 +124,18 @@ LANES: dict[str, Lane] = {MAPPED: load_mapped, STORED: load_stored, RANGE: load_
 
 def load_states(client: StoreClient, wanted: Wanted) -> dict[int, StateArrays]:
     """The recurrent slots, each verified against the completion record."""
+    expected = wanted.record.states
+    if not expected:
+        return {}
+    total = sum(state.length for state in expected)
+    blobs = client.fetch_states(wanted.namespace, [state.slot for state in expected], total)
     states = {}
-    for state in wanted.record.states:
-        blob = client.fetch_state(wanted.namespace, state.slot, state.length)
+    for state, blob in zip(expected, blobs, strict=True):
         if blob is None:
             raise missing(f"linear-half state was lost: slot {state.slot}")
-        if blob.nbytes != state.length or crc32c(blob.data) != state.crc:
+        if len(blob) != state.length or crc32c(blob) != state.crc:
             raise DamagedData(f"recurrent state of slot {state.slot}: checksum does not match")
-        states[state.slot] = decode_state(blob.data)
+        states[state.slot] = decode_state(blob)
     return states
 
 
@@ -171,9 +178,7 @@ def _verified(blob: NDArray[np.uint8] | None, run: Run, wanted: Wanted) -> tuple
         raise missing(f"leaf {run.layer} {run.side}")
     if crc32c(blob.data) != run.crc:
         raise DamagedData(f"leaf {run.layer} {run.side}: checksum of its rows does not match")
-    array = decode_rows(blob, run, wanted.leaf(run))
-    mx.eval(array)
-    return run, array
+    return run, decode_rows(blob, run, wanted.leaf(run))
 
 
 class _Files:

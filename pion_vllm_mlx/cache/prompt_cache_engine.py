@@ -30,6 +30,7 @@ from pion_vllm_mlx.cache.lanes import (
     Wanted,
     load_states,
 )
+from pion_vllm_mlx.cache.lanes_codec import stored_as
 from pion_vllm_mlx.cache.layers import StoredCache, cache_arrays, dismantle, rebuild
 from pion_vllm_mlx.cache.leaf import ArraySpec, dtype_of
 from pion_vllm_mlx.cache.prefill import Prefilled, prefill
@@ -274,6 +275,8 @@ class Engine:
             request.namespace, request.ids, request.identity, stored, vquant, elapsed_ms
         )
         sent = write_prefix(self._client, prefix, drop_first=probe.present or there is not None)
+        leaves = [stored_as(leaf, vquant).as_json() for leaf in stored.leaves]
+        self._counters.conversion = _conversion(stored.slots, leaves)
         self._counters.bytes_stored += sent
         self._counters.last_bytes = sent
         self._counters.store_ms_total += (time.perf_counter() - started) * 1000

@@ -62,11 +62,12 @@ def _write(client: StoreClient, prefix: Prefix, leaves: list[LeafSpec]) -> int:
     namespace, stored = prefix.namespace, prefix.stored
     runs: list[Run] = []
     total = client.store_rows(namespace, _encoded(stored.rows, leaves, runs))
-    states: list[StateSum] = []
+    states, blobs = [], []
     for slot, arrays in stored.states.items():
         blob = encode_state("ArraysCache", arrays)
         states.append(StateSum(slot, crc32c(blob), len(blob)))
-        total += client.store_state(namespace, slot, blob, states[-1].crc)
+        blobs.append((slot, blob, states[-1].crc))
+    total += client.store_states(namespace, blobs)
     record = CompletionRecord(
         identity=prefix.identity,
         ids=prefix.ids,
@@ -76,7 +77,7 @@ def _write(client: StoreClient, prefix: Prefix, leaves: list[LeafSpec]) -> int:
         states=states,
         prefill_ms=prefix.prefill_ms,
     ).encode()
-    return total + client.store_state(namespace, COMPLETION_LAYER, record, crc32c(record))
+    return total + client.store_states(namespace, [(COMPLETION_LAYER, record, crc32c(record))])
 
 
 def _encoded(

@@ -8,7 +8,7 @@ Knows namespaces and bytes; knows no model.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,7 +35,6 @@ PIPELINE_BYTES = 64 << 20
 _LOCKED_OUT = (AuthenticationRequired, WrongPassword, PermissionRefused)
 
 T = TypeVar("T")
-Blob = "memoryview | bytes | NDArray[np.uint8]"
 
 
 @dataclass(frozen=True)
@@ -123,7 +122,7 @@ class StoreClient:
     def store_rows(self, namespace: str, blobs: Iterable[tuple[Run, Any]]) -> int:
         """Sends runs and their bytes, pipelined; returns how many bytes were stored."""
         total = 0
-        for group in _grouped(blobs):
+        for group in _grouped(blobs, _run_size):
             commands = []
             for run, blob in group:
                 command = ["V.STOREBATCH", _session(namespace, run), run.layer, run.start]
@@ -133,10 +132,16 @@ class StoreClient:
             total += self._send(commands, sum(_size(blob) for _, blob in group))
         return total
 
-    def store_state(self, namespace: str, layer: int, blob: bytes, crc: int) -> int:
-        """Stores one opaque blob; returns its size."""
-        command = ["SSM.PREFIX.STORE", namespace, layer, blob, "CRC", crc]
-        return self._send([command], len(blob))
+    def store_states(self, namespace: str, blobs: Sequence[tuple[int, bytes, int]]) -> int:
+        """Stores opaque blobs ``(layer, blob, crc)``, pipelined; returns their size."""
+        total = 0
+        for group in _grouped(blobs, _blob_size):
+            commands = [
+                ["SSM.PREFIX.STORE", namespace, layer, blob, "CRC", crc]
+                for layer, blob, crc in group
+            ]
+            total += self._send(commands, sum(map(_blob_size, group)))
+        return total
 
     def publish(self, namespace: str) -> None:
         """Has the server seal the files, so that the next process can map them."""
@@ -172,12 +177,17 @@ class StoreClient:
             raise StoreUnavailable("the server answered something else than rows")
         return [None if row is None else np.frombuffer(row, np.uint8) for row in rows]
 
-    def fetch_state(
-        self, namespace: str, slot: int, expected_bytes: int
-    ) -> NDArray[np.uint8] | None:
-        """The blob of one recurrent slot."""
-        (blob,) = self._fetch(["SSM.PREFIX.FETCH", namespace, slot], expected_bytes)
-        return blob
+    def fetch_states(
+        self, namespace: str, slots: Sequence[int], expected_bytes: int
+    ) -> list[bytes | None]:
+        """The blobs of recurrent slots, in one round trip."""
+        commands = [("SSM.PREFIX.FETCH", namespace, slot) for slot in slots]
+        seconds = self.seconds(expected_bytes)
+        replies = self._guarded(lambda c: c.pipeline(commands, deadline_seconds=seconds))
+        blobs = [_checked(reply) for reply in replies]
+        if not all(blob is None or isinstance(blob, bytes) for blob in blobs):
+            raise StoreUnavailable("the server does not answer SSM.PREFIX.FETCH")
+        return blobs
 
     def seconds(self, num_bytes: int) -> float:
         """How long a call that moves ``num_bytes`` may take."""
@@ -236,13 +246,21 @@ def _size(blob: Any) -> int:
     return memoryview(blob).nbytes
 
 
-def _grouped(blobs: Iterable[tuple[Run, Any]]) -> Iterable[list[tuple[Run, Any]]]:
+def _blob_size(state: tuple[int, bytes, int]) -> int:
+    return len(state[1])
+
+
+def _run_size(pair: tuple[Run, Any]) -> int:
+    return _size(pair[1])
+
+
+def _grouped(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
     """Groups of about ``PIPELINE_BYTES``: the unit in which progress is measured."""
-    group: list[tuple[Run, Any]] = []
+    group: list[T] = []
     held = 0
-    for run, blob in blobs:
-        group.append((run, blob))
-        held += _size(blob)
+    for item in items:
+        group.append(item)
+        held += size_of(item)
         if held >= PIPELINE_BYTES:
             yield group
             group, held = [], 0

@@ -256,7 +256,9 @@ def test_a_conversion_is_asked_for_and_reported(
 ) -> None:
     model = tiny_model("gemma3_text")
     name = f"{vquant}-{lane}"
-    lanes(model, vquant=vquant).get_or_prefill(IDS, name)
+    first = lanes(model, vquant=vquant)
+    first.get_or_prefill(IDS, name)
+    assert first.stats()["conversion"] == f"float32 -> {vquant}"
     other = lanes(model, lane, vquant=vquant)
     cache = other.get_or_prefill(IDS, name)
     stats = other.stats()
