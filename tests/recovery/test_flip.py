@@ -14,6 +14,7 @@ from tests.recovery.broken import (
     SSM_WAL,
     VSTORE_WAL,
     Copies,
+    boundaries,
     content_of,
     damaged_files,
     history,
@@ -23,6 +24,8 @@ from tests.recovery.material import COMPLETION_LAYER, register, rows, state
 
 WIDTH = 8
 MANIFEST, SSM_SNAPSHOT = "pion.vstore.0", "pion.ssm.0"
+#: bytes of a header that mean nothing
+SPARE = range(28, 32)
 
 
 def _fill(folder: Path, *after: str) -> Content:
@@ -45,7 +48,8 @@ def test_a_flipped_log_is_refused_by_file_and_offset_or_holds_what_came_before(
     whole = _fill(folder)
     copies = Copies(folder)
     before = history(copies, log)
-    refusals = shorter = 0
+    *_, last_record, _ = boundaries(folder / log)
+    refused = []
     for position in range((folder / log).stat().st_size):
         flipped = copies.flipped(log, position)
         bytes_before = (flipped / log).read_bytes()
@@ -54,14 +58,15 @@ def test_a_flipped_log_is_refused_by_file_and_offset_or_holds_what_came_before(
         except DamagedData as error:
             assert re.match(rf"{re.escape(log)} at \d+: ", str(error)), (position, error)
             assert (flipped / log).read_bytes() == bytes_before, "a refused start changes nothing"
-            refusals += 1
+            refused.append(position)
             content = content_of(flipped, SALVAGE)
             (aside,) = damaged_files(flipped)
             assert aside.read_bytes() == bytes_before
         assert content in before, position
-        shorter += content != whole
+        assert (content == whole) == (position in SPARE), position
         assert content_of(copies.folder) == content, "after a salvage the folder is sound"
-    assert refusals and shorter > refusals, "the last record's damage looks like a torn end"
+    # damage of the last record cannot be told from a torn end
+    assert refused == [n for n in range(last_record) if n not in SPARE]
 
 
 @pytest.mark.parametrize("name", [MANIFEST, SSM_SNAPSHOT])
@@ -88,7 +93,20 @@ def test_a_flipped_snapshot_is_refused_by_file_and_offset_or_set_aside(
         else:
             assert content == whole
             harmless.append(position)
-    assert harmless == [28, 29, 30, 31], "only the spare bytes of the header"
+    assert harmless == list(SPARE)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, SSM_SNAPSHOT])
+@pytest.mark.parametrize("more", [b"x", bytes(5000)])
+def test_a_snapshot_with_bytes_behind_its_end_is_refused(
+    folder: Path, name: str, more: bytes
+) -> None:
+    _fill(folder, "KV.PREFIX.SAVE")
+    size = (folder / name).stat().st_size
+    with (folder / name).open("ab") as file:
+        file.write(more)
+    with pytest.raises(DamagedData, match=rf"{name} at {size}: "):
+        Driver(folder)
 
 
 def test_without_its_manifest_the_log_is_served_as_far_as_it_stands_by_itself(

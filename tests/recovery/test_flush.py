@@ -81,7 +81,8 @@ def test_a_failed_flush_is_said_and_stays_due(folder: Path) -> None:
 @needs_proc
 def test_a_sealed_header_is_flushed_before_the_manifest_that_names_it(folder: Path) -> None:
     with Driver(folder) as driver:
-        store_all(driver, "a")
+        driver.ask(*register("a"))
+        driver.ask(*rows("a_pk", 0, 0, 700))
         driver.ask("KV.PREFIX.COMMIT")
         names = _names(driver, "KV.PREFIX.SAVE")
         (segment,) = {n for n in names if n.endswith(".safetensors")}

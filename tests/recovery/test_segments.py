@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.commands.vstore_fetch import Wanted, layer_chunks
+from pion_vllm_mlx.server.outbound import Stream
+from pion_vllm_mlx.server.store.sealing import begin_seal
 from tests.recovery.broken import VSTORE_WAL, content_of
-from tests.recovery.driving import Driver, Options, Word
+from tests.recovery.driving import Driver, Options, Word, plain
 from tests.recovery.faults import counting, failing
 from tests.recovery.material import (
     COMPLETION_LAYER,
@@ -305,6 +308,33 @@ def test_a_run_that_moves_while_it_is_read_is_read_right(folder: Path) -> None:
         data = os.pread(fd, shape.data_bytes, place.offset)
         assert data == noise(("a_pk", 0, 0, 40), 40 * 128)
         assert driver.content() == before
+
+
+def test_a_segment_that_is_being_sealed_takes_no_more_rows(folder: Path) -> None:
+    with Driver(folder) as driver:
+        driver.ask(*register("a"))
+        driver.ask(*rows("a_pk", 0, 0, 700))
+        store = driver.store
+        job = begin_seal(store.state, store.segments, b"a")
+        region = store.segments.reserve(b"a", 100, 1)
+        assert job.segments and region.segment not in job.segments
+
+
+def test_a_reply_under_way_is_not_written_over_by_runs_that_move(folder: Path) -> None:
+    with Driver(folder) as driver:
+        driver.ask(*register("a"))
+        driver.ask(*rows("a_pk", 0, 0, 700))
+        driver.ask(*rows("a_pk", 1, 0, 700))
+    with Driver(folder) as driver:
+        layer = driver.store.state.sessions[b"a_pk"].layers[1]
+        chunks = Stream(list(layer_chunks(layer, Wanted(0, 700, "STORED", head_major=True))))
+        for start in range(0, 700, 100):
+            driver.ask(*rows("a_pk", 1, start, 100))
+        driver.ask(*rows("a_pv", 0, 0, 100))
+        (before,) = driver.store.segments.segments.values()
+        driver.ask("KV.PREFIX.MAP", "a")
+        assert any(s["path"] == str(before.path.resolve()) for s in driver.map("a")["segments"])
+        assert plain(chunks) == noise(("a_pk", 1, 0, 700), 700 * 128)
 
 
 def test_a_published_file_stays_as_it_is_until_it_goes(folder: Path) -> None:
