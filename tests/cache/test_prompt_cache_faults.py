@@ -298,45 +298,43 @@ def test_garbage_on_the_port_is_a_miss(model: Any, wanted: list[bytes], answer: 
 
 
 class CuttingProxy:
-    """Forwards one connection after the other; hangs up after some bytes of replies."""
+    """Forwards connections; hangs up after some bytes of requests or of replies."""
 
-    def __init__(self, port: int, reply_bytes: int) -> None:
+    def __init__(self, port: int, *, requests: int = 1 << 40, replies: int = 1 << 40) -> None:
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._socket.getsockname()[1])
-        self._target, self._left = port, reply_bytes
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self._target = port
+        self._left = {"requests": requests, "replies": replies}
+        self._threads = [threading.Thread(target=self._run)]
+        self._threads[0].start()
 
     def _run(self) -> None:
-        while self._left > 0:
+        while min(self._left.values()) > 0:
             try:
                 client, _ = self._socket.accept()
             except OSError:
                 return
             with client, socket.create_connection(("127.0.0.1", self._target)) as server:
-                threading.Thread(target=self._pump, args=(client, server)).start()
-                while self._left > 0 and (reply := server.recv(min(4096, self._left))):
-                    self._left -= len(reply)
-                    client.sendall(reply)
-                for end in (client, server):
-                    with contextlib.suppress(OSError):  # the other side may be gone already
-                        end.shutdown(socket.SHUT_RDWR)
+                back = threading.Thread(target=self._pump, args=(client, server, "requests"))
+                back.start()
+                self._pump(server, client, "replies")
+                back.join()
         self._socket.close()
 
-    @staticmethod
-    def _pump(client: socket.socket, server: socket.socket) -> None:
-        try:
-            while request := client.recv(65536):
-                server.sendall(request)
-            server.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return
+    def _pump(self, source: socket.socket, target: socket.socket, kind: str) -> None:
+        with contextlib.suppress(OSError):
+            while self._left[kind] > 0 and (data := source.recv(min(4096, self._left[kind]))):
+                self._left[kind] -= len(data)
+                target.sendall(data)
+        for end in (source, target):
+            with contextlib.suppress(OSError):  # the other side may be gone already
+                end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._thread.join()
+        self._threads[0].join()
 
 
 @pytest.mark.parametrize("batch", [True, False])
@@ -350,7 +348,7 @@ def test_a_server_that_hangs_up_anywhere_in_a_fetch_is_a_miss(
     name = f"cut-{batch}"
     stored(store, model, name).close()
     for reply_bytes in (1, 300, 2500, 5000, 30_000, 60_000):
-        proxy = CuttingProxy(store.port, reply_bytes)
+        proxy = CuttingProxy(store.port, replies=reply_bytes)
         try:
             with PionPromptCache(model, port=proxy.port, deadline_seconds=2) as pion:
                 assert_served(pion, model, name, wanted)
@@ -360,6 +358,32 @@ def test_a_server_that_hangs_up_anywhere_in_a_fetch_is_a_miss(
     with PionPromptCache(model, port=store.port) as whole:
         assert_served(whole, model, name, wanted)
     assert whole.hits == 1
+
+
+def test_a_server_killed_anywhere_in_a_store_never_has_an_unfinished_prefix(
+    pion_server: RunningServer, model: Any, wanted: list[bytes]
+) -> None:
+    whole = CuttingProxy(pion_server.port)
+    with PionPromptCache(model, port=whole.port) as pion:
+        pion.get_or_prefill(IDS, "whole")
+        stored_bytes = pion.stats()["bytes_stored"]
+    whole.close()
+    hits = []
+    for share in (0.0, 0.01, 0.1, 0.4, 0.7, 0.95, 0.99, 1.2):
+        name = f"killed-{share}"
+        proxy = CuttingProxy(pion_server.port, requests=300 + int(share * stored_bytes))
+        try:
+            with PionPromptCache(model, port=proxy.port) as pion:
+                assert_served(pion, model, name, wanted)
+            pion_server.restart()
+        finally:
+            proxy.close()
+        with PionPromptCache(model, port=pion_server.port) as fresh:
+            assert_served(fresh, model, name, wanted)
+            hits.append(fresh.hits)
+            assert_served(fresh, model, name, wanted)
+            assert fresh.hits == hits[-1] + 1
+    assert hits[0] == 0 and hits[-1] == 1 and hits == sorted(hits)
 
 
 def test_a_wrong_password_is_a_miss(tmp_path: Path, model: Any, wanted: list[bytes]) -> None:
