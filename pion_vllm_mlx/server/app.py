@@ -28,6 +28,10 @@ log = logging.getLogger(__name__)
 
 #: commands a connection may have received and not yet executed.
 MAX_QUEUED = 256
+#: bytes that the short arguments of one command may have together.
+MAX_SHORT_BYTES = 16 << 20
+#: a long argument that brings less than this in the stall time stands still.
+STEP_BYTES = 64 << 10
 LIMITS = Limits()
 
 
@@ -40,6 +44,9 @@ class Connection(asyncio.BufferedProtocol):
         self.transport: asyncio.Transport | None = None
         self.client: Client | None = None
         self.progress = 0.0
+        self._step = 0
+        self._counted = 0
+        self._short_bytes = 0
         self._context: Context | None = None
         self._busy = False
         self._deferred = False
@@ -93,8 +100,14 @@ class Connection(asyncio.BufferedProtocol):
         return window
 
     def buffer_updated(self, nbytes: int) -> None:
-        self.progress = asyncio.get_running_loop().time()
+        self._step += nbytes
+        if self._step >= STEP_BYTES or not self.parser.in_bulk:
+            self._step = 0
+            self.progress = asyncio.get_running_loop().time()
         self.parser.buffer_updated(nbytes)
+        if self._holds_too_much():
+            self._give_up("Protocol error: arguments are too long")
+            return
         if not self._busy:
             self._pump()
         self._pause_or_resume()
@@ -148,11 +161,28 @@ class Connection(asyncio.BufferedProtocol):
             and self.parser.get_buffer() is not None
         )
         if wanted and not self._reading:
+            # the silence so far was ours
+            self.progress = asyncio.get_running_loop().time()
             self._reading = True
             self.transport.resume_reading()
         elif not wanted and self._reading:
             self._reading = False
             self.transport.pause_reading()
+
+    def _holds_too_much(self) -> bool:
+        """Whether the short arguments of a half received command fill the memory."""
+        args = self.parser.args_so_far
+        if len(args) < self._counted:
+            self._counted = self._short_bytes = 0
+        new = args[self._counted :]
+        self._counted = len(args)
+        self._short_bytes += sum(len(arg) for arg in new if isinstance(arg, bytes))
+        return self._short_bytes > MAX_SHORT_BYTES
+
+    def _give_up(self, reason: str) -> None:
+        assert self.transport is not None
+        self.transport.write(resp.error("ERR", reason))
+        self.transport.close()
 
     # -- executing -------------------------------------------------------------
 
@@ -166,8 +196,7 @@ class Connection(asyncio.BufferedProtocol):
             self.parser.buffer_updated(0)
             self._execute_queued()
         if self.parser.error is not None and not self.parser.commands and not self._ending:
-            self.transport.write(resp.error("ERR", str(self.parser.error)))
-            self.transport.close()
+            self._give_up(str(self.parser.error))
 
     def _execute_queued(self) -> None:
         while self.parser.commands and not self._ending and self._drained.is_set():

@@ -92,6 +92,42 @@ def test_a_slow_command_that_goes_on_is_not_given_up(start_server: StartServer) 
         assert wire.reply() == "OK"
 
 
+def test_a_trickle_does_not_hold_a_window_for_ever(
+    start_server: StartServer, connect: Connect
+) -> None:
+    server = start_server("--stall-timeout", "1")
+    trickle = connect(server)
+    trickle.send(half_store("a_pk", 1_000, 0.5))
+    deadline = time.monotonic() + 20
+    closed = False
+    while not closed and time.monotonic() < deadline:
+        try:
+            trickle.send(b"x")
+        except ConnectionError:
+            closed = True
+        time.sleep(0.05)
+    assert closed
+    with Wire.tcp(server.port) as wire:
+        settle(wire)
+
+
+@needs_proc
+def test_short_arguments_without_end_are_given_up(
+    start_server: StartServer, connect: Connect
+) -> None:
+    server = start_server()
+    flood = connect(server)
+    with Wire.tcp(server.port) as wire:
+        before = anonymous_bytes(server)
+        word = b"$60000\r\n" + b"x" * 60_000 + b"\r\n"
+        flood.send(b"*1000000\r\n$14\r\nKV.PREFIX.DROP\r\n")
+        with pytest.raises(ConnectionError):
+            for _ in range(5_000):
+                flood.send(word)
+        assert wire.ask("PING") == "PONG"
+        assert anonymous_bytes(server) - before < 96 << 20
+
+
 @needs_proc
 def test_readers_that_stop_cost_little_and_others_are_served(
     start_server: StartServer, connect: Connect

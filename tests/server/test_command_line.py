@@ -220,6 +220,32 @@ def test_only_a_password_or_bind_opens_the_server_to_others(server: RunningServe
     assert listening_addresses(server.pid) == {"127.0.0.1"}
 
 
+def own_address() -> str | None:
+    """An address of this host that is not loopback."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return None
+        address = str(probe.getsockname()[0])
+    return None if address.startswith("127.") else address
+
+
+def test_paths_are_told_to_local_clients_only(server: RunningServer) -> None:
+    address = own_address()
+    if address is None:
+        pytest.skip("this host has no address but loopback")
+    server.start("--bind", "0.0.0.0")
+    with Wire.tcp(server.port) as wire:
+        wire.ok("KV.PREFIX.REGISTER", "a", 4, "fp16")
+        wire.ok("V.STOREBATCH", "a_pk", 0, 0, 1, ROW)
+        assert isinstance(wire.ask("KV.PREFIX.MAP", "a"), bytes)
+    with Wire(socket.create_connection((address, server.port), timeout=20)) as wire:
+        refuse(wire, "on this host", "KV.PREFIX.MAP", "a")
+        refuse(wire, "on this host", "V.EXPORT", "a_pk", "a_pk", 0, 1, 1, 1, 4)
+        assert wire.ask("V.FETCH", "a_pk", 0, 0) == ROW
+
+
 NOAUTH = "NOAUTH Authentication required."
 WRONGPASS = "WRONGPASS invalid username-password pair or user is disabled."
 

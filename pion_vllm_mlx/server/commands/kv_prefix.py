@@ -215,8 +215,10 @@ async def kv_prefix_save(context: Context, args: list[Arg]) -> Reply:
         target = context.server.config.folder / path
         if target == store.paths.vstore:
             target = None
-        elif target.name.startswith("pion."):
+        elif any(part.lower().startswith(("pion.", "pion-", ".metadata")) for part in path.parts):
             raise CommandError("KV.PREFIX.SAVE path names one of the server's own files")
+        elif not target.parent.is_dir() or target.is_dir():
+            raise CommandError("KV.PREFIX.SAVE path must name a file in a folder that is there")
     await store.save(target)
     context.server.last_save = int(time.time())
     return OK
