@@ -52,7 +52,9 @@ class SlotSource:
     def _buffer(self, spec: ArraySpec, ranges: list[tuple[int, int]]) -> mx.array:
         dtype = dtype_of(spec.dtype)
         if len(ranges) == 1:
-            return self._rows(spec, dtype, *ranges[0])[None]
+            rows = self._rows(spec, dtype, *ranges[0])
+            # as mlx-lm's own buffers are strided: kernel plans are looked up by strides
+            return rows.reshape(1, *rows.shape)
         exact = [self._rows(spec, dtype, a, b)[:, : b - a, :] for a, b in ranges]
         return mx.concatenate(exact, axis=1)[None]
 
