@@ -9,8 +9,10 @@ prefix, from the call to the first token after a suffix of 16 tokens:
 * ``mapped``, ``stored``: PionPromptCache, by that lane, nothing of it in this process,
 * ``mlx-lm file``: ``load_prompt_cache`` of mlx-lm's own file, from the page cache.
 
-The order changes from process to process; kernels have run before, with another prefix of
-the same length. Prints one JSON line a prefix and one for all. Shapes: ``1b``, ``8b``:
+The order changes from process to process. Before that, the same process has gone every way
+with another stored prefix of the same length: kernels are compiled, plans are made.
+
+Prints one JSON line a prefix and one for all. Shapes: ``1b``, ``8b``:
 Llamas of random 4-bit weights; ``real``: the small real model of the demo.
 """
 
@@ -24,13 +26,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm import load
-from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from pion_vllm_mlx import PionPromptCache
 
@@ -55,7 +58,6 @@ SWITCHES: Mapping[str, Mapping[str, str]] = {
 }
 VOCABULARY = 100_000
 DEADLINE_SECONDS = 60.0
-WARM_UP_SEED = 1
 
 
 @contextmanager
@@ -78,9 +80,26 @@ def build(shape: str) -> Any:
     return load(str(ensure_model()))[0]
 
 
-def namespace(tokens: int) -> str:
-    """Where the prefix of ``tokens`` tokens lies."""
-    return f"ttft-{tokens}"
+@dataclass(frozen=True)
+class Prefix:
+    """A stored prefix: its length, and which of the two of that length."""
+
+    tokens: int
+    warm_up: bool = False
+
+    @property
+    def namespace(self) -> str:
+        """Where it lies."""
+        return f"ttft-{self.tokens}{'-warm-up' if self.warm_up else ''}"
+
+    @property
+    def ids(self) -> list[int]:
+        """Its tokens."""
+        return random_ids(self.tokens, VOCABULARY, 2 * self.tokens + self.warm_up)
+
+    def file(self, folder: Path) -> str:
+        """mlx-lm's file of it."""
+        return str(folder / f"{self.namespace}.safetensors")
 
 
 class Job:
@@ -92,7 +111,7 @@ class Job:
         self.ways: list[str] = words["ways"]
         self.prefixes: list[int] = words["prefixes"]
         self.model = build(words["shape"])
-        self.suffix = random_ids(SUFFIX_TOKENS, VOCABULARY, 2)
+        self.suffix = random_ids(SUFFIX_TOKENS, VOCABULARY, 1)
         self.caches: dict[str, PionPromptCache] = {}
         for way, switches in SWITCHES.items():
             with switched(switches):
@@ -100,50 +119,37 @@ class Job:
                     self.model, url=self.url, deadline_seconds=DEADLINE_SECONDS
                 )
 
-    def ids(self, tokens: int) -> list[int]:
-        """The prefix of that length."""
-        return random_ids(tokens, VOCABULARY, 1000 + tokens)
-
-    def file(self, tokens: int) -> str:
-        """mlx-lm's file of that prefix."""
-        return str(self.folder / f"mlx-lm-{tokens}.safetensors")
-
     def store(self) -> dict[str, Any]:
         """Prefill and store every prefix; mlx-lm saves the very same cache."""
         found = {}
         pion = self.caches["mapped"]
-        for tokens in self.prefixes:
+        for prefix in [Prefix(n, warm) for n in self.prefixes for warm in (True, False)]:
             before = pion.stats()["bytes_stored"]
-            cache = pion.get_or_prefill(self.ids(tokens), namespace(tokens))
-            found[str(tokens)] = pion.stats()["bytes_stored"] - before
-            save_prompt_cache(self.file(tokens), cache)
+            cache = pion.get_or_prefill(prefix.ids, prefix.namespace)
+            found[str(prefix.tokens)] = pion.stats()["bytes_stored"] - before
+            save_prompt_cache(prefix.file(self.folder), cache)
         return found
 
     def measure(self) -> dict[str, Any]:
         """Every way once, for every prefix."""
         found: dict[str, Any] = {}
         for tokens in self.prefixes:
-            self.warm_up(tokens)
-            ids = self.ids(tokens)
-            if "in-process" in self.ways:
-                for _ in range(2):  # the second time it stays
-                    self.caches["in-process"].get_or_prefill(ids, namespace(tokens))
-            found[str(tokens)] = {way: self.timed(way, tokens, ids) for way in self.ways}
+            for prefix in (Prefix(tokens, warm_up=True), Prefix(tokens)):
+                found[str(tokens)] = {way: self.timed(way, prefix) for way in self.ways}
         return found
 
-    def warm_up(self, tokens: int) -> None:
-        """Run the kernels of this length, and of a suffix behind it, on another prefix."""
-        cache = make_prompt_cache(self.model)
-        first_token(self.model, random_ids(tokens, VOCABULARY, WARM_UP_SEED), cache)
-        first_token(self.model, self.suffix, cache)
-
-    def timed(self, way: str, tokens: int, ids: Sequence[int]) -> dict[str, Any]:
+    def timed(self, way: str, prefix: Prefix) -> dict[str, Any]:
         """One time to first token, and the time until the cache was there."""
-        mx.clear_cache()
-        restore: Callable[[], Any] = partial(load_prompt_cache, self.file(tokens))
+        ids = prefix.ids
+        restore: Callable[[], Any] = partial(load_prompt_cache, prefix.file(self.folder))
         if way in self.caches:
-            restore = partial(self.caches[way].get_or_prefill, ids, namespace(tokens))
+            restore = partial(self.caches[way].get_or_prefill, ids, prefix.namespace)
+        if way == "in-process":
+            for _ in range(2):  # the second time it stays
+                restore()
         prompt = [*ids, *self.suffix] if way == "cold" else self.suffix
+        mx.synchronize()
+        mx.clear_cache()
         started = time.perf_counter()
         cache = None if way == "cold" else restore()
         restored = time.perf_counter()
