@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from crc32c import crc32c
@@ -13,11 +12,9 @@ from pion_vllm_mlx.server.command import Effect, Reply, command
 from pion_vllm_mlx.server.inbound import MemoryInbound, RefusedBulk, StreamInbound
 from pion_vllm_mlx.server.outbound import Stream, file_range
 from pion_vllm_mlx.server.session import Context
-from pion_vllm_mlx.server.store.eviction import drop_namespace
-from pion_vllm_mlx.server.store.files import pread_exactly
-from pion_vllm_mlx.server.store.index import StateBlob, place_fd
+from pion_vllm_mlx.server.store.index import StateBlob
 from pion_vllm_mlx.server.store.records import DropStates, StoreState
-from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
+from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, state_is_intact
 from pion_vllm_mlx.server.store.segments import Region
 from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store, disk_error
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Simple
@@ -140,23 +137,10 @@ async def _verified(context: Context, sid: bytes, blob: StateBlob) -> bool:
     """Check a state once after a start; one that does not verify takes its prefix along."""
     if blob.verified:
         return True
-
-    def intact() -> bool:
-        try:
-            data = pread_exactly(place_fd(blob.place), blob.length, blob.place.offset)
-        except OSError:
-            return False
-        return crc32c(data) == blob.crc
-
-    if await context.store.run(intact):
+    if await context.store.run(lambda: state_is_intact(blob)):
         blob.verified = True
         return True
-    context.store.counters.damaged += 1
-    await context.store.commit(
-        lambda: drop_namespace(
-            context.state, sid, "damaged: checksum of a state is wrong", int(time.time())
-        )
-    )
+    await context.store.drop_damaged_state(sid, blob, "checksum of a state is wrong")
     return False
 
 

@@ -251,7 +251,7 @@ def parse(op: int, payload: bytes | memoryview) -> tuple[Record, int]:
     try:
         (length,) = _LENGTH.unpack_from(payload)
         begin = _LENGTH.size + length
-        fields = json.loads(bytes(payload[_LENGTH.size : begin]))
+        fields = json.loads(str(payload[_LENGTH.size : begin], "ascii"))
         return parser(fields, payload[begin:]), begin
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise DamagedData(f"operation {op}: {error}") from error

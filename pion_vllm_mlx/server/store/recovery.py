@@ -7,6 +7,7 @@ file is set aside and what verifies before the damage is kept.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -100,6 +101,16 @@ class Recovery:
 
     def run(self) -> Recovered:
         """Read everything. Raises DamagedData (not with salvage), NewerFormat, OSError."""
+        # a large index is built of objects that all stay: collecting while it grows finds nothing
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return self._recovered()
+        finally:
+            if collecting:
+                gc.enable()
+
+    def _recovered(self) -> Recovered:
         self._unpack()
         vstore = _Log(
             self.paths.vstore, framing.VSTORE_SNAPSHOT, self.paths.vstore_wal, framing.VSTORE_WAL

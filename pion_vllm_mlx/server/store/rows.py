@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from pion_vllm_mlx.errors import DamagedData
 from pion_vllm_mlx.formats import Part
-from pion_vllm_mlx.server.store.files import pread_into
-from pion_vllm_mlx.server.store.index import InSegment, LayerRows, Run, place_fd
+from pion_vllm_mlx.server.store.files import pread_exactly, pread_into
+from pion_vllm_mlx.server.store.index import InSegment, LayerRows, Run, StateBlob, place_fd
 from pion_vllm_mlx.server.store.segments import Region
 from pion_vllm_mlx.server.store.shapes import RunShape
 
@@ -83,6 +83,11 @@ class RunWriter:
         """Bytes of one row, or of one head's share of it when head-major."""
         row = self.shape.spec.row_bytes
         return row // self.shape.spec.heads if self.shape.head_major else row
+
+    @property
+    def window_unit(self) -> int:
+        """Bytes that a window must not cut: only formats of several parts have such."""
+        return self.unit_bytes if len(self._parts) > 1 else 1
 
     @property
     def crc(self) -> int:
@@ -165,6 +170,19 @@ def verify_run(run: Run) -> None:
     if combine_crcs(crcs) != run.crc:
         raise DamagedData(f"{where(run)}: checksum of rows is wrong")
     run.verified = True
+
+
+def state_is_intact(blob: StateBlob) -> bool:
+    """Whether a state's bytes have their checksum. Reads the disk, a window at a time."""
+    place, crc = blob.place, 0
+    file = place.segment.file if isinstance(place, InSegment) else place.file
+    try:
+        for at in range(0, blob.length, WINDOW_BYTES):
+            count = min(WINDOW_BYTES, blob.length - at)
+            crc = crc32c(pread_exactly(file.fd, count, place.offset + at), crc)
+    except OSError:
+        return False
+    return crc == blob.crc
 
 
 def where(run: Run) -> str:

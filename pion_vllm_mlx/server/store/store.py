@@ -30,7 +30,7 @@ from pion_vllm_mlx.server.store.eviction import (
     drop_session,
 )
 from pion_vllm_mlx.server.store.files import publish, raise_file_limit
-from pion_vllm_mlx.server.store.index import InSegment, Run, Session, group_of
+from pion_vllm_mlx.server.store.index import InSegment, Run, Session, StateBlob, group_of
 from pion_vllm_mlx.server.store.records import Create, Drop, Record, Rows
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
 from pion_vllm_mlx.server.store.rows import verify_run
@@ -384,6 +384,18 @@ class Store:
             gone = [sid for effect in effects if isinstance(effect, Drop) for sid in effect.sids]
             self.counters.damaged += len(gone)
             return effects
+
+        await self.commit(build)
+
+    async def drop_damaged_state(self, sid: bytes, blob: StateBlob, why: str) -> None:
+        """Drop a state that does not verify, with its namespace, counted and remembered."""
+
+        def build() -> list[Record]:
+            # one that was stored in its place meanwhile is another
+            if not any(held is blob for held in self.state.states.get(sid, {}).values()):
+                return []
+            self.counters.damaged += 1
+            return drop_namespace(self.state, sid, f"damaged: {why}", int(time.time()))
 
         await self.commit(build)
 
