@@ -111,7 +111,8 @@ def open_rows(context: Context, args: list[Arg], length: int) -> BulkTarget:
         )
         region = store.reserve_now(group_of(request.sid), shape.file_bytes, len(spec.parts()))
         writer = RunWriter(shape, region)
-        inbound = RowsInbound(length, writer.unit_bytes, writer.write, store.io, pool, when_room)
+        unit = writer.window_unit
+        inbound = RowsInbound(length, unit, writer.write, store.io, pool, when_room)
         inbound.writer, inbound.region = writer, region
         inbound.abandon = lambda: store.release(region)
         return inbound
@@ -312,12 +313,12 @@ def _write(request: RowsRequest, spec: LayerSpec, read: Source, writer: RunWrite
     total = request.wire_bytes(spec)
     crc = 0
     stored = request.encoding == "STORED"
-    unit = writer.unit_bytes if stored else total // request.rows
-    for offset, length in _windows(total, unit):
+    row_bytes = total // request.rows
+    for offset, length in _windows(total, writer.window_unit if stored else row_bytes):
         window = read(offset, length)
         if not stored:
             crc = crc32c(window, crc) if request.crc is not None else 0
-            window = _encoded(request.encoding, spec, window, length // unit)
+            window = _encoded(request.encoding, spec, window, length // row_bytes)
         writer.write(window)
     _check_crc(request, writer.stream_crc if stored else crc)
 

@@ -362,8 +362,9 @@ def test_without_kvcache_only_states_are_served(tmp_path: Path) -> None:
             assert "(use --kvcache)" in answer
         wire.ok("SSM.PREFIX.STORE", "a", 0, b"x")
         assert wire.ask("SSM.PREFIX.FETCH", "a", 0) == b"x"
-        wire.ok("SHUTDOWN", "NOSAVE")
-        assert wire.closed()
+        assert wire.together(("PING",), ("PING",)) == ["PONG", "PONG"]
+        wire.send(request("PING") + request("SHUTDOWN", "NOSAVE") + request("PING"))
+        assert wire.reply() == "PONG" and wire.closed()
         wire.close()
         assert process.wait(timeout=15) == 0
     finally:

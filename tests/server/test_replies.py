@@ -322,6 +322,12 @@ def test_states_are_opaque_and_overwritten_whole(wire: Wire, ns: str) -> None:
     assert wire.ask("SSM.PREFIX.FETCH", ns, 0) is None
 
 
+def test_redis_py_can_stop_the_server(pion_server: RunningServer, proto: int) -> None:
+    with redis.Redis(port=pion_server.port, protocol=proto) as client:
+        client.shutdown(nosave=True)
+    assert pion_server.process is not None and pion_server.process.wait(timeout=15) == 0
+
+
 def test_command_docs_mark_extensions_and_say_since_when(wire: Wire) -> None:
     wire.ask("HELLO", 3)
     docs = wire.ask("COMMAND", "DOCS")

@@ -158,6 +158,20 @@ def test_opaque_rows_come_back_as_they_are(wire: Wire, ns: str) -> None:
     assert wire.ask("V.FETCH", ns + "_pv", 0, "RANGE", 0, 7, "FMT", "STORED") is None
 
 
+def test_an_opaque_row_may_be_larger_than_what_may_be_in_flight(wire: Wire, ns: str) -> None:
+    size = 70_000_000
+    leaves = [{"k": 4, "v": 4, "heads": 2, "format": f"raw:{size}"}]
+    wire.ok("KV.PREFIX.REGISTER", ns, 4, "fp16", "LEAVES", json.dumps(leaves))
+    row = np.random.default_rng(0).bytes(size)
+    for options in (("LAYOUT", "NHD"), ("LAYOUT", "HND")):
+        wire.ok("V.STOREBATCH", ns + "_pk", 0, 0, 1, row, "FMT", "STORED", *options)
+        for wanted in (("LAYOUT", "HND"), ("LAYOUT", "NHD")):
+            words = (ns + "_pk", 0, "RANGE", 0, 1, "FMT", "STORED", *wanted)
+            assert wire.ask("V.FETCH", *words) == row
+    settle(wire)
+    assert wire.ask("KV.PREFIX.DROP", ns) == 1
+
+
 class Sheet:
     """What a layer of rows should hold: a model of overlapping stores."""
 

@@ -220,7 +220,8 @@ def reset(context: Context, args: list[Arg]) -> Reply:
 def shutdown(context: Context, args: list[Arg]) -> Reply:
     arguments.options(args[1:], {"NOSAVE": 0, "SAVE": 0}, "SHUTDOWN")
     context.server.stopping.set()
-    context.client.close_after_reply = True
+    # as in Redis the end of the connection is the answer
+    context.server.connections[context.client.client_id].close()
     return OK
 
 

@@ -89,7 +89,7 @@ def _as_stored(rows: LayerRows, wanted: Wanted) -> bool:
 
 def _converted(rows: LayerRows, wanted: Wanted) -> Iterator[memoryview]:
     """The wanted bytes, a window of rows at a time. Reads the disk."""
-    step = max(1, WINDOW_BYTES // max(1, rows.spec.width * 4))
+    step = max(1, WINDOW_BYTES // max(1, rows.spec.width * 4, rows.spec.row_bytes))
     windows = [
         (first, min(first + step, wanted.end)) for first in range(wanted.start, wanted.end, step)
     ]
