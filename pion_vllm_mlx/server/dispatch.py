@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import time
 from collections.abc import Awaitable
 
 from pion_vllm_mlx.errors import AuthenticationRequired, CommandError
@@ -84,6 +85,7 @@ def execute(context: Context, args: list[Arg]) -> Reply | Awaitable[Reply]:
     command = find(args)
     guard(command, context, args)
     context.client.last_command = command.name.lower()
+    context.client.active = time.monotonic()
     if command.write:
         return _write(command, context, args)
     result: Reply | Awaitable[Reply] = command.handler(context, _plain(command, args))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +62,8 @@ class Client:
     lib_ver: bytes = b""
     authenticated: bool = False
     last_command: str = ""
+    connected: float = field(default_factory=time.monotonic)
+    active: float = field(default_factory=time.monotonic)
     close_after_reply: bool = False
 
 

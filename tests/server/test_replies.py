@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from tests.conftest import RunningServer
 from tests.server.wire import Status, Wire
@@ -323,7 +325,8 @@ def test_states_are_opaque_and_overwritten_whole(wire: Wire, ns: str) -> None:
 
 
 def test_redis_py_can_stop_the_server(pion_server: RunningServer, proto: int) -> None:
-    with redis.Redis(port=pion_server.port, protocol=proto) as client:
+    once = Retry(NoBackoff(), 0)
+    with redis.Redis(port=pion_server.port, protocol=proto, retry=once) as client:
         client.shutdown(nosave=True)
     assert pion_server.process is not None and pion_server.process.wait(timeout=15) == 0
 

@@ -97,14 +97,28 @@ def hello(context: Context, args: list[Arg]) -> Reply:
     )
 
 
+#: fields of CLIENT INFO that clients read as numbers, and that have no meaning here.
+_UNUSED_FIELDS = "db sub psub multi qbuf qbuf-free argv-mem obl oll omem tot-mem".split()
+
+
 def _describe(client: Client) -> str:
-    return (
-        f"id={client.client_id} addr={client.address} "
-        f"name={client.name.decode('utf-8', 'replace')} "
-        f"lib-name={client.lib_name.decode('utf-8', 'replace')} "
-        f"lib-ver={client.lib_ver.decode('utf-8', 'replace')} "
-        f"resp={client.proto} cmd={client.last_command}"
-    )
+    now = time.monotonic()
+    fields = {
+        "id": client.client_id,
+        "addr": client.address,
+        "name": client.name.decode(),
+        "age": int(now - client.connected),
+        "idle": int(now - client.active),
+        "flags": "N",
+        **dict.fromkeys(_UNUSED_FIELDS, 0),
+        "events": "r",
+        "cmd": client.last_command,
+        "user": "default",
+        "resp": client.proto,
+        "lib-name": client.lib_name.decode(),
+        "lib-ver": client.lib_ver.decode(),
+    }
+    return " ".join(f"{name}={value}" for name, value in fields.items())
 
 
 def _printable(name: bytes) -> bytes:
