@@ -63,7 +63,7 @@ _SIDES: tuple[Side, Side] = ("k", "v")
 def load_mapped(client: StoreClient, wanted: Wanted) -> RunArrays:
     """Rows out of the server's files: lazy loads, for the caller to evaluate at once."""
     if wanted.mapping is None:
-        raise StoreUnavailable("the server names no files")
+        return _load_exported(client, wanted)
     try:
         tensors = _Files(wanted.mapping)
         arrays = [(run, tensors.rows(run, wanted.leaf(run))) for run in wanted.record.runs]
@@ -71,6 +71,37 @@ def load_mapped(client: StoreClient, wanted: Wanted) -> RunArrays:
         raise StoreUnavailable(f"KV.PREFIX.MAP answered something else: {error!r}") from error
     if wanted.verify_always:
         _verify_mapped(tensors, wanted)
+    return arrays
+
+
+def _load_exported(client: StoreClient, wanted: Wanted) -> RunArrays:
+    """Rows out of a file of V.EXPORT, from a server that does not know KV.PREFIX.MAP.
+
+    Such a file carries no checksums: its rows are hashed here.
+    """
+    runs, leaves = wanted.record.runs, wanted.record.leaves
+    rows = runs[0].rows
+    shapes = {(leaf["heads"], leaf["k"], leaf["v"]) for leaf in leaves}
+    heads, width, _ = next(iter(shapes))
+    plain = all((r.start, r.rows, r.layout) == (0, rows, "HND") for r in runs)
+    if not plain or shapes != {(heads, width, width)} or len(runs) != 2 * len(leaves):
+        raise StoreUnavailable("the server names no files, and exports no such cache")
+    path = client.export(wanted.namespace, rows, len(leaves), heads, width // heads)
+    try:
+        loaded = mx.load(path, format="safetensors")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise StoreUnavailable(f"the exported file cannot be read: {error}") from error
+    arrays = []
+    for run in runs:
+        name = f"{run.side}.{run.layer}"
+        names = [name] if name in loaded else [f"{name}{suffix}" for suffix in (".w", ".s", ".b")]
+        if not isinstance(loaded, dict) or any(part not in loaded for part in names):
+            raise StoreUnavailable(f"the exported file lacks {name}")
+        tensors = [loaded[part][0] for part in names]
+        if crc32c(_wire_rows(tensors, run, 0)) != run.crc:
+            raise DamagedData(f"leaf {run.layer} {run.side}: checksum of its rows does not match")
+        arrays.append((run, decode_tensors(tensors, run, heads)))
+    mx.eval([array for _, array in arrays])
     return arrays
 
 

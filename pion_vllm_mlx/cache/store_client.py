@@ -150,6 +150,15 @@ class StoreClient:
                 lambda c: c.command("KV.PREFIX.MAP", namespace, deadline_seconds=self.seconds(0))
             )
 
+    def export(self, namespace: str, end: int, layers: int, heads: int, dim: int) -> str:
+        """Path of a file with rows ``[0, end)`` of both sides, as stored."""
+        command: list[Any] = ["V.EXPORT", f"{namespace}_pk", f"{namespace}_pv"]
+        command += [0, end, layers, heads, dim, "FMT", "STORED"]
+        reply = self._guarded(lambda c: c.command(*command))
+        if not isinstance(reply, bytes):
+            raise StoreUnavailable("V.EXPORT answered something else than a path")
+        return reply.decode("utf-8", "surrogateescape")
+
     def fetch_batch(
         self, namespace: str, side: str, end: int, num_layers: int, expected_bytes: int
     ) -> list[NDArray[np.uint8] | None]:

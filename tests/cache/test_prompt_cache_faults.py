@@ -470,3 +470,46 @@ def test_a_folder_that_cannot_be_used_is_a_miss(
     with PionPromptCache(model, url=f"embedded://{blocked}") as pion:
         assert_served(pion, model, "blocked", wanted)
         assert pion.stats()["unavailable"] == 1
+
+
+_WITHOUT_MAP = """
+import sys
+from pion_vllm_mlx.server import main
+from pion_vllm_mlx.server.command import TABLE
+del TABLE[b"KV.PREFIX.MAP"]
+sys.exit(main.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("vquant", [None, "mlx4g32"])
+def test_a_server_that_cannot_map_exports_instead(tmp_path: Path, vquant: str | None) -> None:
+    model = tiny_model("llama", head_dim=32)
+    port = free_port_block()
+    command = [sys.executable, "-c", _WITHOUT_MAP, "--kvcache", "-p", str(port)]
+    server = subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=subprocess.DEVNULL)
+    try:
+        assert _wait_for(port)
+        seen = []
+        for _ in range(2):
+            pion = PionPromptCache(model, vquant, port=port)
+            seen.append(continued(model, pion.get_or_prefill(IDS, "exported")))
+        assert pion.stats()["last_lane"] == "mapped", pion.stats()
+        assert vquant is not None or seen[0] == seen[1]
+        (export,) = (tmp_path / "pion-export").iterdir()
+        raw = bytearray(export.read_bytes())
+        raw[-1] ^= 1
+        export.write_bytes(raw)
+        assert continued(model, pion.get_or_prefill(IDS, "exported")) == seen[0]
+        assert (pion.stats()["hits"], pion.stats()["damaged"]) == (1, 1)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def _wait_for(port: int) -> bool:
+    for _ in range(200):
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", port)).close()
+            return True
+        time.sleep(0.05)
+    return False
