@@ -21,7 +21,7 @@ from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.outbound import Computed, FileRange, Stream
 from pion_vllm_mlx.server.session import Client, Context, Server, ServerConfig
 from pion_vllm_mlx.server.store.files import pread_exactly
-from pion_vllm_mlx.server.store.index import LayerRows, place_fd
+from pion_vllm_mlx.server.store.index import LayerRows, place_file
 from pion_vllm_mlx.server.store.rows import read_layer
 from pion_vllm_mlx.server.store.store import Store, StoreConfig
 from pion_vllm_mlx.wire.resp import Arg
@@ -140,7 +140,8 @@ class Driver:
                 found["rows", session.sid, layer] = (rows.count, *_rows(rows))
         for sid, layers in state.states.items():
             for layer, blob in layers.items():
-                data = pread_exactly(place_fd(blob.place), blob.length, blob.place.offset)
+                file = place_file(blob.place)
+                data = pread_exactly(file.fd, blob.length, blob.place.offset)
                 found["state", sid, layer] = (data,)
         return found
 

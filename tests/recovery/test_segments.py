@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import random
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.commands.vstore_fetch import Wanted, layer_chunks
 from pion_vllm_mlx.server.outbound import Stream
+from pion_vllm_mlx.server.store.rows import read_rows
 from pion_vllm_mlx.server.store.sealing import begin_seal
 from tests.recovery.broken import VSTORE_WAL, content_of
-from tests.recovery.driving import Driver, Options, Word, plain
+from tests.recovery.driving import Driver, Options, Word, plain, refused
 from tests.recovery.faults import counting, failing
 from tests.recovery.material import (
     COMPLETION_LAYER,
@@ -76,8 +79,10 @@ def test_a_random_history_with_crashes_holds_what_a_simple_store_holds(
 ) -> None:
     dice = random.Random(seed)
     model, driver = Model(), Driver(folder)
+    few = 2 if seed % 2 else 512
     crashes = 0
     for _ in range(150):
+        driver.store.segments.files._limit = few
         words = _some_command(dice)
         try:
             driver.ask(*words)
@@ -104,6 +109,43 @@ def test_a_random_history_with_crashes_holds_what_a_simple_store_holds(
     driver.ask("SSM.PREFIX.DROP", "a@8")
     assert _files(driver) == set()
     driver.crash()
+
+
+def test_many_segments_need_few_open_files(folder: Path) -> None:
+    names = [f"n{n}" for n in range(40)]
+    with Driver(folder, Options(max_sessions=1000)) as driver:
+        driver.store.segments.files._limit = 5
+        for name in names:
+            driver.ask(*register(name))
+            driver.ask(*rows(f"{name}_pk", 0, 0, 600))
+        expected = driver.content()
+        held = driver.store.state.sessions[b"n0_pk"].layers[0].extents[0].run
+        driver.ask("KV.PREFIX.SAVE")
+        driver.ask("KV.PREFIX.DROP", "n0")
+        assert len(driver.store.segments.files) <= 5
+        rest = {key: value for key, value in expected.items() if key[1][:3] != b"n0_"}
+        assert driver.content() == rest
+        # who holds a run of a file that went can read it to its end
+        assert read_rows(held, 0, 600).tobytes() == expected["rows", b"n0_pk", 0][2]
+    with Driver(folder, Options(max_sessions=1000)) as driver:
+        assert len(driver.store.segments.files) == 0
+        assert driver.content() == rest
+
+
+@pytest.mark.parametrize("kind", [errno.EMFILE, errno.EACCES])
+def test_a_file_that_cannot_be_opened_now_is_no_damage(folder: Path, kind: int) -> None:
+    with Driver(folder) as driver:
+        driver.ask(*register("a"))
+        driver.ask(*rows("a_pk", 0, 0, 600))
+        driver.ask(*rows("a_pv", 0, 0, 600))
+        driver.ask(*state("a", 0, 70_000))
+        driver.ask("KV.PREFIX.SAVE")
+        whole = driver.content()
+    with Driver(folder) as driver:
+        with mock.patch.object(os, "open", side_effect=OSError(kind, os.strerror(kind))):
+            assert "cannot be read now" in refused(driver, "KV.PREFIX.MAP", "a")
+        assert driver.store.counters.damaged == 0
+        assert driver.content() == whole
 
 
 def test_files_that_nothing_names_are_deleted_at_start(folder: Path) -> None:

@@ -8,6 +8,8 @@ import mmap
 import os
 import resource
 import sys
+import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,6 +19,8 @@ FILE_MODE = 0o600
 TEMPORARY = ".tmp"
 _WRITE_BYTES = 1 << 20
 _MANY_FILES = 1 << 18
+#: how many segments are kept open
+_OPEN_FILES = 512
 
 
 class FileHandle:
@@ -55,6 +59,47 @@ class FileHandle:
         return memoryview(mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ))
 
 
+class OpenFiles:
+    """The files that were used last, open; the others are opened again when they are needed.
+
+    A reader that holds a handle keeps it open, whatever is forgotten here. Thread-safe.
+    """
+
+    def __init__(self, limit: int = _OPEN_FILES) -> None:
+        self._limit = limit
+        self._handles: OrderedDict[Path, FileHandle] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def add(self, handle: FileHandle) -> FileHandle:
+        """Keep a handle for later; perhaps forget another one."""
+        with self._lock:
+            self._handles[handle.path] = handle
+            forgotten = [] if len(self._handles) <= self._limit else [self._handles.popitem(False)]
+        del forgotten
+        return handle
+
+    def get(self, path: Path) -> FileHandle:
+        """The file, open to read and write; a missing one as such. Raises OSError."""
+        with self._lock:
+            handle = self._handles.get(path)
+            if handle is not None:
+                self._handles.move_to_end(path)
+                return handle
+        try:
+            return self.add(FileHandle(path, os.O_RDWR))
+        except FileNotFoundError:
+            return FileHandle.missing(path)
+
+    def forget(self, path: Path) -> None:
+        """The file is about to go."""
+        with self._lock:
+            handle = self._handles.pop(path, None)
+        del handle
+
+
 def pwrite_all(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None:
     """Write every byte of ``data`` at ``offset``; raises OSError when it cannot."""
     view = memoryview(data)
@@ -82,7 +127,7 @@ def pread_exactly(fd: int, length: int, offset: int) -> bytes:
 
 
 def raise_file_limit() -> None:
-    """Allow as many open files as the system lets us: every segment is one."""
+    """Allow as many open files as the system lets us: segments and connections are some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MANY_FILES if hard == resource.RLIM_INFINITY else min(hard, _MANY_FILES)
     if soft == resource.RLIM_INFINITY or soft >= wanted:

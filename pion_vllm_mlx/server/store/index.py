@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import resolve
+from pion_vllm_mlx.server.store.files import FileHandle
 from pion_vllm_mlx.server.store.segments import Segment
 from pion_vllm_mlx.server.store.shapes import LayerSpec, RunShape
 from pion_vllm_mlx.server.store.wal import Inline
@@ -35,9 +36,9 @@ class InSegment(NamedTuple):
 Place = InSegment | Inline
 
 
-def place_fd(place: Place) -> int:
-    """The descriptor to read a place from."""
-    return place.segment.file.fd if isinstance(place, InSegment) else place.file.fd
+def place_file(place: Place) -> FileHandle:
+    """The file to read a place from. Raises OSError."""
+    return place.segment.file if isinstance(place, InSegment) else place.file
 
 
 @dataclass

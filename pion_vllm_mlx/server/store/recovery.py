@@ -217,7 +217,7 @@ class Recovery:
     def _unreadable(self) -> set[bytes]:
         """Sessions and states whose segment is gone or too short. Reads no rows."""
         sizes = {
-            name: segment.file.size() if segment.file.fd >= 0 else -1
+            name: segment.path.stat().st_size if segment.path.exists() else -1
             for name, segment in self.folder.segments.items()
         }
 

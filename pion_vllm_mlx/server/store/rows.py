@@ -8,6 +8,7 @@ order, with the spare rows of a head-major run between its heads.
 
 from __future__ import annotations
 
+import errno
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -19,12 +20,14 @@ from numpy.typing import NDArray
 from pion_vllm_mlx.errors import DamagedData
 from pion_vllm_mlx.formats import Part
 from pion_vllm_mlx.server.store.files import pread_exactly, pread_into
-from pion_vllm_mlx.server.store.index import InSegment, LayerRows, Run, StateBlob, place_fd
+from pion_vllm_mlx.server.store.index import InSegment, LayerRows, Run, StateBlob, place_file
 from pion_vllm_mlx.server.store.segments import Region
 from pion_vllm_mlx.server.store.shapes import RunShape
 
 #: bulk bytes move in windows of this size.
 WINDOW_BYTES = 4 << 20
+#: what says nothing about the bytes on disk
+_NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
 Bytes = NDArray[np.uint8]
 
@@ -118,12 +121,12 @@ class RunWriter:
 
 def _read_part(run: Run, part: Part, base: int, first: int, last: int) -> Bytes:
     """Rows ``[first, last)`` of one part, token-major ``[rows, bytes_per_row]``."""
-    fd, origin = place_fd(run.place), run.place.offset
+    file, origin = place_file(run.place), run.place.offset
     shape = run.shape
     heads = shape.spec.heads if shape.head_major else 1
     data = np.empty((heads, last - first, part.bytes_per_row // heads), np.uint8)
     for head, piece in enumerate(shape.part_pieces(part, base, first, last)):
-        pread_into(fd, as_bytes(data[head]), origin + piece.offset)
+        pread_into(file.fd, as_bytes(data[head]), origin + piece.offset)
     rows: Bytes = data.transpose(1, 0, 2).reshape(last - first, part.bytes_per_row)
     return rows
 
@@ -147,25 +150,30 @@ def read_layer(rows: LayerRows, start: int, end: int) -> Bytes:
 
 
 def _part_crc(run: Run, part: Part, base: int) -> int:
-    crc = 0
+    file, crc = place_file(run.place), 0
     buffer = memoryview(bytearray(min(WINDOW_BYTES, max(1, run.shape.data_bytes))))
     for piece in run.shape.part_pieces(part, base, 0, run.shape.rows):
         at = 0
         while at < piece.length:
             view = buffer[: min(len(buffer), piece.length - at)]
-            pread_into(place_fd(run.place), view, run.place.offset + piece.offset + at)
+            pread_into(file.fd, view, run.place.offset + piece.offset + at)
             crc = crc32c(view, crc)
             at += len(view)
     return crc
 
 
 def verify_run(run: Run) -> None:
-    """Check a run against its checksum, once. Reads the disk; raises DamagedData."""
+    """Check a run against its checksum, once. Reads the disk.
+
+    Raises DamagedData, or OSError when it could not be found out.
+    """
     if run.verified:
         return
     try:
         crcs = [_part_crc(run, part, base) for part, base in run.shape.part_offsets()]
     except OSError as error:
+        if error.errno in _NO_DAMAGE:
+            raise
         raise DamagedData(f"{where(run)}: {error}") from error
     if combine_crcs(crcs) != run.crc:
         raise DamagedData(f"{where(run)}: checksum of rows is wrong")
@@ -173,14 +181,19 @@ def verify_run(run: Run) -> None:
 
 
 def state_is_intact(blob: StateBlob) -> bool:
-    """Whether a state's bytes have their checksum. Reads the disk, a window at a time."""
+    """Whether a state's bytes have their checksum. Reads the disk, a window at a time.
+
+    Raises OSError when that could not be found out.
+    """
     place, crc = blob.place, 0
-    file = place.segment.file if isinstance(place, InSegment) else place.file
     try:
+        file = place_file(place)
         for at in range(0, blob.length, WINDOW_BYTES):
             count = min(WINDOW_BYTES, blob.length - at)
             crc = crc32c(pread_exactly(file.fd, count, place.offset + at), crc)
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_DAMAGE:
+            raise
         return False
     return crc == blob.crc
 
@@ -202,7 +215,7 @@ def read_head(rows: LayerRows, head: int, start: int, end: int) -> Bytes:
     for extent in rows.covering(start, end):
         last = extent.row + extent.end - extent.start
         shape = extent.run.shape
-        fd, origin = place_fd(extent.run.place), extent.run.place.offset
+        file, origin = place_file(extent.run.place), extent.run.place.offset
         parts = []
         for part, base in shape.part_offsets():
             share = part.bytes_per_row // spec.heads
@@ -212,7 +225,7 @@ def read_head(rows: LayerRows, head: int, start: int, end: int) -> Bytes:
                 continue
             data = np.empty((last - extent.row, share), np.uint8)
             begin = origin + base + (head * shape.padded + extent.row) * share
-            pread_into(fd, as_bytes(data), begin)
+            pread_into(file.fd, as_bytes(data), begin)
             parts.append(data)
         joined = np.concatenate(parts, axis=1)
         result[extent.start - start : extent.end - start] = joined

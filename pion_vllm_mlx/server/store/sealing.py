@@ -12,7 +12,7 @@ from pion_vllm_mlx.server.store.index import (
     InSegment,
     Run,
     Session,
-    place_fd,
+    place_file,
 )
 from pion_vllm_mlx.server.store.records import Seal
 from pion_vllm_mlx.server.store.segments import (
@@ -109,10 +109,10 @@ class Mover:
         return tensors, tuple(moves)
 
     def _copy(self, run: Run, shape: RunShape, segment: Segment, origin: int) -> None:
-        fd = place_fd(run.place)
+        file, target_file = place_file(run.place), segment.file
         for source, target in zip(run.shape.pieces(), shape.pieces(), strict=True):
-            data = pread_exactly(fd, source.length, run.place.offset + source.offset)
-            pwrite_all(segment.file.fd, data, origin + target.offset)
+            data = pread_exactly(file.fd, source.length, run.place.offset + source.offset)
+            pwrite_all(target_file.fd, data, origin + target.offset)
         segment.dirty = True
 
 

@@ -9,6 +9,7 @@ allows no gaps.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -23,6 +24,7 @@ from crc32c import crc32c
 from pion_vllm_mlx.server.store.files import (
     DIRECTORY_MODE,
     FileHandle,
+    OpenFiles,
     flush,
     flush_directory,
     pread_exactly,
@@ -63,7 +65,8 @@ class Segment:
 
     name: str
     group: bytes
-    file: FileHandle
+    path: Path
+    files: OpenFiles
     data_start: int
     tail: int
     sealed: bool = False
@@ -78,17 +81,25 @@ class Segment:
     dirty: bool = False
     abandoned: set[tuple[int, int]] = field(default_factory=set)
     _disk_bytes: int = 0
+    _unlinked: FileHandle | None = None
 
     @property
-    def path(self) -> Path:
-        return self.file.path
+    def file(self) -> FileHandle:
+        """The file, open. Whoever uses its descriptor holds the handle meanwhile."""
+        return self._unlinked or self.files.get(self.path)
+
+    def unlink(self) -> None:
+        """Remove the file; who still holds a run of it can read it to its end."""
+        with contextlib.suppress(OSError):
+            self._unlinked = self.file
+        self.files.forget(self.path)
+        self.path.unlink(missing_ok=True)
 
     def disk_bytes(self) -> int:
         """Bytes the file occupies; holes do not count."""
-        if self.file.fd < 0:
-            return 0
         if not (self.sealed and self._disk_bytes):
-            self._disk_bytes = os.fstat(self.file.fd).st_blocks * 512
+            with contextlib.suppress(FileNotFoundError):
+                self._disk_bytes = self.path.stat().st_blocks * 512
         return self._disk_bytes
 
     def append(self, nbytes: int, tensors: int) -> int:
@@ -108,8 +119,9 @@ class Segment:
         while ends := [a for a in self.abandoned if a[1] == self.tail]:
             self.abandoned -= set(ends)
             self.tail = min(begin for begin, _ in ends)
-        if self.tail < tail and self.file.size() > self.tail:
-            os.ftruncate(self.file.fd, self.tail)
+        file = self.file
+        if self.tail < tail and file.size() > self.tail:
+            os.ftruncate(file.fd, self.tail)
 
     def has_room(self, nbytes: int, tensors: int) -> bool:
         """Whether a run of ``nbytes`` in ``tensors`` parts still fits."""
@@ -132,7 +144,8 @@ class Region:
 
     def write(self, data: memoryview | bytes, at: int) -> None:
         """Write ``data`` at ``at`` bytes into the region. May block on the disk."""
-        pwrite_all(self.segment.file.fd, data, self.offset + at)
+        file = self.segment.file
+        pwrite_all(file.fd, data, self.offset + at)
         self.segment.dirty = True
 
     def release(self) -> None:
@@ -189,6 +202,7 @@ class SegmentFolder:
 
     path: Path
     segments: dict[str, Segment] = field(default_factory=dict)
+    files: OpenFiles = field(default_factory=OpenFiles)
     open_of: dict[bytes, Segment] = field(default_factory=dict)
     _of_group: dict[bytes, dict[str, Segment]] = field(default_factory=dict)
 
@@ -217,7 +231,8 @@ class SegmentFolder:
         """A new open segment of ``group``. Raises OSError."""
         name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
         file = FileHandle(self.path / (name + SUFFIX), os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        segment = Segment(name, group, file, data_start, data_start)
+        self.files.add(file)
+        segment = Segment(name, group, file.path, self.files, data_start, data_start)
         self.segments[name] = segment
         self._join(segment, group)
         self.open_of[group] = segment
@@ -236,19 +251,15 @@ class SegmentFolder:
         return region
 
     def adopt(self, name: str, group: bytes) -> Segment:
-        """The segment a replayed record names: known, or opened from disk.
+        """The segment a replayed record names: known, or one that lies on disk.
 
-        A file that is gone gives a segment that cannot be read: the log may drop its
-        rows further on, and if it does not, their session is damaged.
+        The file may be gone: the log may drop its rows further on, and if it does not,
+        their session is damaged.
         """
         segment = self.segments.get(name)
         if segment is None:
             path = self.path / (name + SUFFIX)
-            try:
-                file = FileHandle(path, os.O_RDWR)
-            except FileNotFoundError:
-                file = FileHandle.missing(path)
-            segment = Segment(name, group, file, HEADER_RESERVE, 0, closed=True)
+            segment = Segment(name, group, path, self.files, HEADER_RESERVE, 0, closed=True)
             self.segments[name] = segment
             self._join(segment, group)
         if group and not segment.group:
@@ -259,8 +270,9 @@ class SegmentFolder:
         """Fill the header and cut the tail; the caller logs it. May block; raises OSError."""
         end = max((t.offset + t.length for t in tensors), default=segment.data_start)
         header = build_header(tensors, segment.data_start, end)
-        pwrite_all(segment.file.fd, header, 0)
-        os.ftruncate(segment.file.fd, end)
+        file = segment.file
+        pwrite_all(file.fd, header, 0)
+        os.ftruncate(file.fd, end)
         segment.dirty = True
         segment.header_bytes = len(header)
         segment.header_crc = crc32c(header)
@@ -269,11 +281,13 @@ class SegmentFolder:
     def verify_header(self, segment: Segment) -> bool:
         """Whether a sealed file still has its size and header. Reads the disk."""
         if not segment.header_verified:
+            file = segment.file
             try:
-                header = pread_exactly(segment.file.fd, segment.header_bytes, 0)
+                header = pread_exactly(file.fd, segment.header_bytes, 0)
+                size = file.size()
             except OSError:
                 return False
-            good = crc32c(header) == segment.header_crc and segment.file.size() == segment.size
+            good = crc32c(header) == segment.header_crc and size == segment.size
             segment.header_verified = good
         return segment.header_verified
 
@@ -284,7 +298,7 @@ class SegmentFolder:
         if self.open_of.get(segment.group) is segment:
             del self.open_of[segment.group]
         segment.closed = True
-        segment.path.unlink(missing_ok=True)
+        segment.unlink()
 
     def remove_orphans(self) -> int:
         """Delete files that no record names; how many there were."""
@@ -303,7 +317,9 @@ class SegmentFolder:
         for segment in segments:
             segment.dirty = False
             try:
-                flush(segment.file.fd)
+                file = segment.file
+                if file.fd >= 0:
+                    flush(file.fd)
             except OSError:
                 segment.dirty = True
                 raise

@@ -36,7 +36,7 @@ from pion_vllm_mlx.server.store.files import (
     pread_exactly,
     publish,
 )
-from pion_vllm_mlx.server.store.index import InSegment, Run, Session, place_fd
+from pion_vllm_mlx.server.store.index import InSegment, Run, Session, place_file
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
 from pion_vllm_mlx.server.store.segments import SUFFIX, Segment
 from pion_vllm_mlx.server.store.state import SavedState, State
@@ -54,7 +54,8 @@ def _run_record(session: Session, layer: int, run: Run) -> records.Rows:
     if isinstance(run.place, InSegment):
         segment, offset = run.place.segment.name, run.place.offset
     else:
-        blob = pread_exactly(place_fd(run.place), shape.file_bytes, run.place.offset)
+        file = place_file(run.place)
+        blob = pread_exactly(file.fd, shape.file_bytes, run.place.offset)
     return records.Rows(
         session.sid,
         layer,
@@ -104,7 +105,8 @@ def ssm_records(state: State) -> Iterator[records.Record]:
             if isinstance(blob.place, InSegment):
                 segment, offset = blob.place.segment.name, blob.place.offset
             else:
-                data = pread_exactly(place_fd(blob.place), blob.length, blob.place.offset)
+                file = place_file(blob.place)
+                data = pread_exactly(file.fd, blob.length, blob.place.offset)
             yield records.StoreState(sid, layer, blob.length, blob.crc, segment, offset, data)
 
 
@@ -202,9 +204,10 @@ def live_segments(state: State) -> list[Segment]:
 
 def _content(segment: Segment) -> Iterator[bytes]:
     """A segment's file; one that a store still writes to as far as it goes now."""
-    size = segment.size if segment.sealed else segment.file.size()
+    file = segment.file
+    size = segment.size if segment.sealed else file.size()
     for at in range(0, size, WINDOW_BYTES):
-        yield pread_exactly(segment.file.fd, min(WINDOW_BYTES, size - at), at)
+        yield pread_exactly(file.fd, min(WINDOW_BYTES, size - at), at)
 
 
 def _table(file: FileHandle, name: str) -> list[tuple[str, int, int]] | None:

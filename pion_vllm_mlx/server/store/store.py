@@ -362,6 +362,8 @@ class Store:
         except DamagedData as error:
             await self.drop_damaged(sessions, str(error))
             return False
+        except OSError as error:
+            raise CommandError(f"the stored rows cannot be read now: {error.strerror}") from error
         return True
 
     def _verify(self, runs: Sequence[Run], segments: Sequence[Segment]) -> None:
