@@ -20,7 +20,7 @@ from crc32c import crc32c
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.files import pread_into, pwrite_all
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
-from pion_vllm_mlx.server.store.store import disk_error
+from pion_vllm_mlx.server.store.space import disk_error
 from pion_vllm_mlx.wire.resp import BulkTarget, DiscardBulk
 
 #: bytes of windows that all connections together may hold.

@@ -26,7 +26,8 @@ from pion_vllm_mlx.server.store.records import Rows
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, RunWriter, as_bytes
 from pion_vllm_mlx.server.store.segments import Region
 from pion_vllm_mlx.server.store.shapes import LayerSpec, RunShape
-from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store, disk_error
+from pion_vllm_mlx.server.store.space import disk_error
+from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget
 
 WHERE = "V.STOREBATCH"
@@ -109,12 +110,12 @@ def open_rows(context: Context, args: list[Arg], length: int) -> BulkTarget:
         shape = RunShape.spaced(
             spec, request.rows, spec.head_major() and session.expects_head_major
         )
-        region = store.reserve_now(group_of(request.sid), shape.file_bytes, len(spec.parts()))
+        region = store.space.reserve(group_of(request.sid), shape.file_bytes, len(spec.parts()))
         writer = RunWriter(shape, region)
         unit = writer.window_unit
         inbound = RowsInbound(length, unit, writer.write, store.io, pool, when_room)
         inbound.writer, inbound.region = writer, region
-        inbound.abandon = lambda: store.release(region)
+        inbound.abandon = lambda: store.space.release(region)
         return inbound
     if length not in (request.rows * spec.width * 2, request.rows * spec.width * 4):
         raise CommandError(f"{WHERE}: blob size")
@@ -156,7 +157,7 @@ class StoredRows:
     def finish(self, store: Store, applied: bool) -> None:
         """The record is applied, or the command was refused: the region's writer is done."""
         if self.region is not None:
-            store.release(self.region, applied)
+            store.space.release(self.region, applied)
 
 
 async def store_rows(context: Context, args: list[Arg]) -> StoredRows:
@@ -249,7 +250,7 @@ async def _convert(
         stored.finish(store, False)
         raise disk_error(error) if isinstance(error, OSError) else error from None
     if stored.region is not None and stored.shape is not None:
-        store.shorten(stored.region, stored.shape.file_bytes)
+        store.space.shorten(stored.region, stored.shape.file_bytes)
     return stored
 
 

@@ -19,7 +19,7 @@ from pion_vllm_mlx.server.session import Context, Export, ServerConfig
 from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, FileHandle, pwrite_all
 from pion_vllm_mlx.server.store.index import LayerRows, Session
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, as_bytes, read_layer
-from pion_vllm_mlx.server.store.store import disk_error
+from pion_vllm_mlx.server.store.space import disk_error
 from pion_vllm_mlx.wire.resp import Arg
 
 WHERE = "V.EXPORT"

@@ -121,7 +121,7 @@ def _missing(context: Context, creates: list[Create]) -> list[Record]:
     arriving = sum(
         1 for r in needed if isinstance(r, Create) and r.sid not in context.state.sessions
     )
-    return [*context.store.evict_for_session(arriving), *needed]
+    return [*context.store.space.evict_for_sessions(arriving), *needed]
 
 
 @command(
@@ -182,8 +182,8 @@ def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
         "vstore_max_sessions": store.config.max_sessions,
         "vstore_total_fetches": store.counters.fetches,
         "vstore_bytes": sum(session.row_bytes() for session in state.sessions.values()),
-        "vstore_disk_bytes": store.disk_bytes(),
-        "vstore_evictions": store.counters.evictions,
+        "vstore_disk_bytes": store.space.disk_bytes(),
+        "vstore_evictions": store.space.evictions,
         "vstore_damaged": store.counters.damaged,
         "wal_bytes": store.vstore_wal.size,
         "wal_appended": store.vstore_wal.appended,

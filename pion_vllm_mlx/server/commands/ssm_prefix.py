@@ -16,7 +16,8 @@ from pion_vllm_mlx.server.store.index import StateBlob
 from pion_vllm_mlx.server.store.records import DropStates, StoreState
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, state_is_intact
 from pion_vllm_mlx.server.store.segments import Region
-from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store, disk_error
+from pion_vllm_mlx.server.store.space import disk_error
+from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Simple
 
 OK = Simple("OK")
@@ -46,12 +47,12 @@ def open_state(context: Context, args: list[Arg], length: int) -> BulkTarget:
     pool, when_room, store = context.server.pool, context.when_room, context.store
     if length <= WINDOW_BYTES:
         return MemoryInbound(length, pool, when_room)
-    region = store.reserve_now(sid, length, 1)
+    region = store.space.reserve(sid, length, 1)
     inbound = StateInbound(
         length, 1, lambda window: inbound.take(window), store.io, pool, when_room
     )
     inbound.region = region
-    inbound.abandon = lambda: store.release(region)
+    inbound.abandon = lambda: store.space.release(region)
     return inbound
 
 
@@ -69,7 +70,7 @@ class StoredState:
     def finish(self, store: Store, applied: bool) -> None:
         """The record is applied, or the command was refused: the region's writer is done."""
         if self.region is not None:
-            store.release(self.region, applied)
+            store.space.release(self.region, applied)
 
 
 async def store_state(context: Context, args: list[Arg]) -> StoredState:
@@ -108,7 +109,7 @@ async def _from_memory(
     try:
         await store.run(lambda: region.write(view, 0))
     except OSError as error:
-        store.release(region)
+        store.space.release(region)
         raise disk_error(error) from error
     return StoredState(sid, layer, len(view), crc, region, b"")
 

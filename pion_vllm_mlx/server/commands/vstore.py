@@ -39,7 +39,7 @@ def v_create(context: Context, args: list[Arg]) -> Effect:
         return Effect([], session.slot)
     if session is not None and not session.empty:
         raise CommandError("V.CREATE: already exists with a different schema")
-    evicted = context.store.evict_for_session(0 if session else 1)
+    evicted = context.store.space.evict_for_sessions(0 if session else 1)
     return Effect([*evicted, record], lambda: context.state.sessions[sid].slot)
 
 

@@ -11,5 +11,6 @@ Knows no command and no connection. The pieces, from the bottom:
 ``snapshot``   the manifest that a SAVE writes
 ``recovery``   from files to a state
 ``eviction``   who goes when a limit is reached
+``space``      regions of segments under a disk budget
 ``store``      all of it behind one object
 """

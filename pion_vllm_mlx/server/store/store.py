@@ -9,9 +9,6 @@ belongs to the event loop.
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
-import shutil
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,25 +24,20 @@ from pion_vllm_mlx.server.store.eviction import (
     LeastRecentlyUsed,
     drop_damaged,
     drop_namespace,
-    drop_session,
 )
 from pion_vllm_mlx.server.store.files import publish, raise_file_limit
-from pion_vllm_mlx.server.store.index import InSegment, Run, Session, StateBlob, group_of
+from pion_vllm_mlx.server.store.index import Run, Session, StateBlob
 from pion_vllm_mlx.server.store.records import Create, Drop, Record, Rows
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
 from pion_vllm_mlx.server.store.rows import verify_run
 from pion_vllm_mlx.server.store.sealing import SealJob, begin_seal
-from pion_vllm_mlx.server.store.sealing import sessions_of as sessions_in
 from pion_vllm_mlx.server.store.segments import Region, Segment
+from pion_vllm_mlx.server.store.space import Space
 
 T = TypeVar("T")
 
-log = logging.getLogger(__name__)
-
 #: rows and states below this ride in the log.
 INLINE_BYTES = 64 << 10
-#: what a disk budget always leaves free.
-RESERVED_FREE_BYTES = 5 << 30
 #: how long sealing waits for stores that are under way.
 SEAL_WAIT_SECONDS = 1.0
 #: how many groups a SAVE seals with one trip to the disk.
@@ -70,7 +62,6 @@ class StoreConfig:
 class Counters:
     """What happened since the start."""
 
-    evictions: int = 0
     damaged: int = 0
     fetches: int = 0
     bytes_stored: int = 0
@@ -91,12 +82,18 @@ class Store:
     def __init__(self, config: StoreConfig, policy: EvictionPolicy | None = None) -> None:
         """Recover the folder's content. Blocks; raises DamagedData, NewerFormat, OSError."""
         self.config = config
-        self.policy = policy or LeastRecentlyUsed()
         raise_file_limit()
         self.paths = Paths(config.folder, config.worker)
         found = Recovery(self.paths, config.wal, config.salvage).run()
         self.state = found.state
         self.segments = found.folder
+        self.space = Space(
+            found.state,
+            found.folder,
+            policy or LeastRecentlyUsed(),
+            config.disk_budget,
+            config.max_sessions,
+        )
         self.vstore_wal = found.vstore_wal
         self.ssm_wal = found.ssm_wal
         self.replayed = Replayed(found.vstore_replayed, found.ssm_replayed, found.notes)
@@ -143,24 +140,12 @@ class Store:
                 self.state.apply(entry)
         self.on_change([sid for effect in effects for sid in sessions_of(effect)])
         self.last_write = time.monotonic()
-        self.discard_unused()
+        self.space.discard_unused()
         if self.config.appendfsync == "always":
             try:
                 await loop.run_in_executor(self._log_thread, self._flush)
             except OSError as error:
                 raise CommandError(f"stored, but not flushed: {error.strerror}") from error
-
-    def discard_unused(self) -> None:
-        """Unlink segments in which nothing lives and nobody writes."""
-        waiting = []
-        for segment in self.state.unused:
-            if segment.uses or segment.name not in self.segments.segments:
-                continue
-            if segment.writers:
-                waiting.append(segment)
-            else:
-                self.segments.unlink(segment)
-        self.state.unused = waiting
 
     def flush_soon(self) -> bool:
         """Whether something written is not yet on stable storage."""
@@ -183,90 +168,16 @@ class Store:
 
         Raises CommandError, and evicts nothing, when even an empty store would not do.
         """
-        if not self.config.disk_budget or self._excess(nbytes) <= 0:
+        if self.space.excess(nbytes) <= 0:
             return
         async with self._lock:
-            while (excess := self._excess(nbytes)) > 0:
-                victim = next(self.policy.victims(self.state), None)
-                if victim is None or excess > self.disk_bytes():
-                    raise CommandError("the disk budget does not allow this store")
-                self.counters.evictions += 1
-                group = group_of(victim.sid)
-                gone = drop_session(self.state, victim, "evicted", int(time.time()))
-                if group != victim.sid:
-                    gone = drop_namespace(self.state, group, "evicted", int(time.time()))
-                await self._log(gone)
-
-    def _excess(self, nbytes: int) -> int:
-        """Bytes that have to go before ``nbytes`` more fit; not positive when they fit."""
-        free = shutil.disk_usage(self.config.folder).free
-        return nbytes + max(self.disk_bytes() - self.config.disk_budget, RESERVED_FREE_BYTES - free)
-
-    def disk_bytes(self) -> int:
-        """Bytes of the segment files on disk."""
-        return sum(segment.disk_bytes() for segment in self.segments.segments.values())
-
-    def evict_for_session(self, arriving: int) -> list[Record]:
-        """Effects that free session slots for ``arriving`` new sessions."""
-        effects: list[Record] = []
-        excess = len(self.state.sessions) + arriving - self.config.max_sessions
-        for _, victim in zip(range(excess), self.policy.victims(self.state), strict=False):
-            self.counters.evictions += 1
-            effects += drop_session(self.state, victim, "evicted", int(time.time()))
-        return effects
+            while (excess := self.space.excess(nbytes)) > 0:
+                await self._log(self.space.evict_for_bytes(excess))
 
     async def reserve(self, group: bytes, nbytes: int, tensors: int) -> Region:
-        """Room in a segment of the group. Raises CommandError when the disk is full."""
+        """Make room, and take a region of it. Raises CommandError when the disk is full."""
         await self.make_room(nbytes)
-        return self.reserve_now(group, nbytes, tensors)
-
-    def reserve_now(self, group: bytes, nbytes: int, tensors: int) -> Region:
-        """As ``reserve``, but makes no room: refuses only what can never fit."""
-        if self.config.disk_budget and nbytes > self.config.disk_budget:
-            raise CommandError("the disk budget does not allow this store")
-        try:
-            return self.segments.reserve(group, nbytes, tensors)
-        except OSError as error:
-            raise disk_error(error) from error
-
-    def release(self, region: Region, kept: bool = False) -> None:
-        """The region's writer has ended; give its bytes back if nothing came of them.
-
-        ``kept``: its record was applied. Only the first call for a region counts.
-        """
-        if region.released:
-            return
-        if not kept and not self._lives(region):
-            self._take_back(region, 0)
-        region.release()
-        if region.segment.uses == 0 and region.segment.writers == 0:
-            self.state.unused.append(region.segment)
-            self.discard_unused()
-
-    def shorten(self, region: Region, nbytes: int) -> None:
-        """Only the first ``nbytes`` are needed. The region must not be released yet."""
-        if nbytes < region.length:
-            self._take_back(region, nbytes)
-            region.length = nbytes
-
-    def _take_back(self, region: Region, begin: int) -> None:
-        segment = region.segment
-        try:
-            segment.take_back(region.offset + begin, region.offset + region.length)
-        except OSError as error:
-            log.error("%s could not be cut: %s", segment.path.name, error)
-
-    def _lives(self, region: Region) -> bool:
-        """Whether a record put something there: it may be applied though its flush failed."""
-        group = region.segment.group
-        places = [run.place for s in sessions_in(self.state, group) for run in s.runs()]
-        places += [blob.place for blob in self.state.states.get(group, {}).values()]
-        return any(
-            isinstance(place, InSegment)
-            and place.segment is region.segment
-            and place.offset == region.offset
-            for place in places
-        )
+        return self.space.reserve(group, nbytes, tensors)
 
     # -- sealing and saving ----------------------------------------------------
 
@@ -422,11 +333,3 @@ def sessions_of(effect: Record) -> tuple[bytes, ...]:
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
     """Await work that goes on when its caller is cancelled: what is logged gets applied."""
     await asyncio.shield(asyncio.create_task(work))
-
-
-def disk_error(error: OSError) -> CommandError:
-    """What a client is told when the disk refuses."""
-    return CommandError(f"the disk refused the store: {error.strerror or os.strerror(28)}")
-
-
-__all__ = ["INLINE_BYTES", "Counters", "Store", "StoreConfig", "disk_error"]

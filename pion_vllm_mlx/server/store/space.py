@@ -1,0 +1,145 @@
+"""Room for rows and states: regions of segments, and what has to go to make more.
+
+Regions are given out and taken back on the event loop. Eviction only names the
+records that would make room; the store logs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import time
+from dataclasses import dataclass
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.store.eviction import EvictionPolicy, drop_namespace, drop_session
+from pion_vllm_mlx.server.store.index import InSegment, group_of
+from pion_vllm_mlx.server.store.records import Record
+from pion_vllm_mlx.server.store.sealing import sessions_of
+from pion_vllm_mlx.server.store.segments import Region, SegmentFolder
+from pion_vllm_mlx.server.store.state import State
+
+log = logging.getLogger(__name__)
+
+#: what a disk budget always leaves free.
+RESERVED_FREE_BYTES = 5 << 30
+
+
+@dataclass
+class Space:
+    """The segments of a store under its limits; ``disk_budget`` in bytes, 0 = no limit."""
+
+    state: State
+    segments: SegmentFolder
+    policy: EvictionPolicy
+    disk_budget: int
+    max_sessions: int
+    evictions: int = 0
+
+    def disk_bytes(self) -> int:
+        """Bytes of the segment files on disk."""
+        return sum(segment.disk_bytes() for segment in self.segments.segments.values())
+
+    # -- eviction --------------------------------------------------------------
+
+    def excess(self, nbytes: int) -> int:
+        """Bytes that have to go before ``nbytes`` more fit; not positive when they fit."""
+        if not self.disk_budget:
+            return 0
+        free = shutil.disk_usage(self.segments.path).free
+        return nbytes + max(self.disk_bytes() - self.disk_budget, RESERVED_FREE_BYTES - free)
+
+    def evict_for_bytes(self, excess: int) -> list[Record]:
+        """Effects that make one prefix or session leave.
+
+        Raises CommandError when even an empty store would not do.
+        """
+        victim = next(self.policy.victims(self.state), None)
+        if victim is None or excess > self.disk_bytes():
+            raise CommandError("the disk budget does not allow this store")
+        self.evictions += 1
+        group = group_of(victim.sid)
+        if group == victim.sid:
+            return drop_session(self.state, victim, "evicted", int(time.time()))
+        return drop_namespace(self.state, group, "evicted", int(time.time()))
+
+    def evict_for_sessions(self, arriving: int) -> list[Record]:
+        """Effects that free session slots for ``arriving`` new sessions."""
+        effects: list[Record] = []
+        excess = len(self.state.sessions) + arriving - self.max_sessions
+        for _, victim in zip(range(excess), self.policy.victims(self.state), strict=False):
+            self.evictions += 1
+            effects += drop_session(self.state, victim, "evicted", int(time.time()))
+        return effects
+
+    # -- regions ---------------------------------------------------------------
+
+    def reserve(self, group: bytes, nbytes: int, tensors: int) -> Region:
+        """A region in a segment of the group.
+
+        Evicts nothing: refuses, with CommandError, only what can never fit, and when the
+        disk does.
+        """
+        if self.disk_budget and nbytes > self.disk_budget:
+            raise CommandError("the disk budget does not allow this store")
+        try:
+            return self.segments.reserve(group, nbytes, tensors)
+        except OSError as error:
+            raise disk_error(error) from error
+
+    def shorten(self, region: Region, nbytes: int) -> None:
+        """Only the first ``nbytes`` are needed. The region must not be released yet."""
+        if nbytes < region.length:
+            self._take_back(region, nbytes)
+            region.length = nbytes
+
+    def release(self, region: Region, kept: bool = False) -> None:
+        """The region's writer has ended; give its bytes back if nothing came of them.
+
+        ``kept``: its record was applied. Only the first call for a region counts.
+        """
+        if region.released:
+            return
+        if not kept and not self._lives(region):
+            self._take_back(region, 0)
+        region.release()
+        if region.segment.uses == 0 and region.segment.writers == 0:
+            self.state.unused.append(region.segment)
+            self.discard_unused()
+
+    def discard_unused(self) -> None:
+        """Unlink segments in which nothing lives and nobody writes."""
+        waiting = []
+        for segment in self.state.unused:
+            if segment.uses or segment.name not in self.segments.segments:
+                continue
+            if segment.writers:
+                waiting.append(segment)
+            else:
+                self.segments.unlink(segment)
+        self.state.unused = waiting
+
+    def _take_back(self, region: Region, begin: int) -> None:
+        segment = region.segment
+        try:
+            segment.take_back(region.offset + begin, region.offset + region.length)
+        except OSError as error:
+            log.error("%s could not be cut: %s", segment.path.name, error)
+
+    def _lives(self, region: Region) -> bool:
+        """Whether a record put something there: it may be applied though its flush failed."""
+        group = region.segment.group
+        places = [run.place for s in sessions_of(self.state, group) for run in s.runs()]
+        places += [blob.place for blob in self.state.states.get(group, {}).values()]
+        return any(
+            isinstance(place, InSegment)
+            and place.segment is region.segment
+            and place.offset == region.offset
+            for place in places
+        )
+
+
+def disk_error(error: OSError) -> CommandError:
+    """What a client is told when the disk refuses."""
+    return CommandError(f"the disk refused the store: {error.strerror or os.strerror(28)}")
