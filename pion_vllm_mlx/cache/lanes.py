@@ -60,6 +60,15 @@ RunArrays = list[tuple[Run, mx.array]]
 _SIDES: tuple[Side, Side] = ("k", "v")
 
 
+def _tensors_of(path: str) -> Any:
+    """The lazy tensors of a safetensors file.
+
+    Read by the CPU, as MLX does by itself on a Mac: under CUDA its default stream reads at
+    a third of the speed (570 MB on an H200: 369 ms, and 114 ms on the CPU's stream).
+    """
+    return mx.load(path, format="safetensors", stream=mx.cpu)
+
+
 def load_mapped(client: StoreClient, wanted: Wanted) -> RunArrays:
     """Rows out of the server's files: lazy loads, for the caller to evaluate at once."""
     if wanted.mapping is None:
@@ -88,7 +97,7 @@ def _load_exported(client: StoreClient, wanted: Wanted) -> RunArrays:
         raise StoreUnavailable("the server names no files, and exports no such cache")
     path = client.export(wanted.namespace, rows, len(leaves), heads, width // heads)
     try:
-        loaded = mx.load(path, format="safetensors")
+        loaded = _tensors_of(path)
     except (OSError, RuntimeError, ValueError) as error:
         raise StoreUnavailable(f"the exported file cannot be read: {error}") from error
     arrays = []
@@ -256,7 +265,7 @@ class _Files:
             size = os.stat(path).st_size
             if size != self._sizes[path]:
                 raise StoreUnavailable(f"{path} has {size} bytes instead of {self._sizes[path]}")
-            loaded = mx.load(path, format="safetensors")
+            loaded = _tensors_of(path)
             if not isinstance(loaded, dict):
                 raise StoreUnavailable(f"{path} holds no tensors")
             self._arrays[path] = loaded
