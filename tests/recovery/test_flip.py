@@ -20,7 +20,7 @@ from tests.recovery.broken import (
     history,
 )
 from tests.recovery.driving import Content, Driver
-from tests.recovery.material import COMPLETION_LAYER, register, rows, state
+from tests.recovery.material import COMPLETION_LAYER, agrees, register, rows, state
 
 WIDTH = 8
 MANIFEST, SSM_SNAPSHOT = "pion.vstore.0", "pion.ssm.0"
@@ -67,6 +67,31 @@ def test_a_flipped_log_is_refused_by_file_and_offset_or_holds_what_came_before(
         assert content_of(copies.folder) == content, "after a salvage the folder is sound"
     # damage of the last record cannot be told from a torn end
     assert refused == [n for n in range(last_record) if n not in SPARE]
+
+
+def test_short_runs_that_a_salvage_kept_are_sealed_like_any_others(folder: Path) -> None:
+    with Driver(folder) as driver:
+        driver.ask("SSM.PREFIX.STORE", "x", 0, b"y")
+        for name in "mn":
+            driver.ask(*register(name, 1, WIDTH))
+        for name in ("n_pk", "m_pv", "m_pk", "n_pv"):
+            driver.ask(*rows(name, 0, 0, 3, WIDTH))
+        driver.ask("KV.PREFIX.DROP", "m")
+        driver.ask(*rows("n_pv", 0, 1, 3, WIDTH))
+        expected = driver.content()
+        for start in (3, 6):
+            driver.ask(*rows("n_pk", 0, start, 3, WIDTH))
+    *_, last, _ = boundaries(folder / VSTORE_WAL)
+    path = Copies(folder).flipped(VSTORE_WAL, last - 1)
+    with Driver(path, SALVAGE) as driver:
+        assert driver.content() == expected
+        for start in (20, 30):
+            driver.ask(*rows("n_pk", 0, start, 3, WIDTH))
+            extended = driver.content()
+            assert agrees(driver, "n") >= 4
+    with Driver(path) as driver:
+        assert driver.content() == extended
+        assert agrees(driver, "n") >= 5
 
 
 @pytest.mark.parametrize("name", [MANIFEST, SSM_SNAPSHOT])

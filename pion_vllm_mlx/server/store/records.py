@@ -240,6 +240,11 @@ class DropStates(Record):
 _PARSERS = {kind.op: kind.parse for kind in (Create, Rows, Drop, Seal, StoreState, DropStates)}
 
 
+def is_known(op: int) -> bool:
+    """Whether this version has an effect for the operation."""
+    return op in _PARSERS
+
+
 def parse(op: int, payload: bytes | memoryview) -> tuple[Record, int]:
     """The record of a payload, and where in the payload its inline bytes begin.
 

@@ -141,18 +141,16 @@ class Recovery:
             with self._guard(self.paths.vstore):
                 snapshot.unpack_portable(self.paths.vstore, self.paths.segments)
 
-    def _guard(self, path: Path) -> _Guard:
-        return _Guard(self, path)
+    def _guard(self, path: Path, keep: bool = False) -> _Guard:
+        return _Guard(self, path, keep)
 
     def _replay(self, files: _Log) -> tuple[Wal, int]:
-        covered, loaded, lost = 0, None, True
+        covered, lost = 0, True
         with self._guard(files.snapshot_path):
             loaded = snapshot.load(files.snapshot_path, files.snapshot_magic)
-            lost = False
-        if loaded is not None:
-            covered, content = loaded
-            for logged in content:
+            for logged in loaded[1] if loaded else ():
                 self._apply(logged, files.snapshot_path)
+            covered, lost = loaded[0] if loaded else 0, False
         last, count = self._replay_wal(files, covered, lost)
         wal = Wal(files.wal_path, files.wal_magic, last + 1, self.wal_enabled)
         return wal, count
@@ -167,7 +165,7 @@ class Recovery:
         if not path.exists():
             return covered, 0
         file = FileHandle(path, os.O_RDWR)
-        found = _parsed(framing.scan(file.mapped(), files.wal_magic, path.name))
+        found = _up_to_unknown(framing.scan(file.mapped(), files.wal_magic, path.name))
         if found.damage is not None:
             reason = f"{path.name} at {found.damage.offset}: {found.damage.reason}"
             self.damage(path, DamagedData(reason), keep=True)
@@ -182,9 +180,10 @@ class Recovery:
         if found.valid_bytes < file.size():
             os.ftruncate(file.fd, found.valid_bytes)
         for frame in frames:
-            record, begin = records.parse(frame.op, frame.payload)
-            place = Inline(file, frame.payload_offset + begin)
-            self._apply(Logged(frame.lsn, record, place), path)
+            with self._guard(path, keep=True):
+                record, begin = records.parse(frame.op, frame.payload)
+                place = Inline(file, frame.payload_offset + begin)
+                self._apply(Logged(frame.lsn, record, place), path)
         last = found.frames[-1].lsn if found.frames else 0
         return max(covered, last), len(frames)
 
@@ -268,14 +267,12 @@ class Recovery:
             path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
 
 
-def _parsed(found: framing.Scan) -> framing.Scan:
-    """The scan up to the first record that this version cannot read; that one is damage."""
+def _up_to_unknown(found: framing.Scan) -> framing.Scan:
+    """The scan up to the first record that this version does not know; that one is damage."""
     for index, frame in enumerate(found.frames):
-        try:
-            records.parse(frame.op, frame.payload)
-        except DamagedData as error:
+        if not records.is_known(frame.op):
             at = frame.payload_offset - framing.FRAME_BYTES
-            damage = framing.Damage(at, str(error))
+            damage = framing.Damage(at, f"unknown operation {frame.op}")
             return framing.Scan(found.frames[:index], found.covered_lsn, at, 0, damage)
     return found
 
@@ -283,15 +280,16 @@ def _parsed(found: framing.Scan) -> framing.Scan:
 class _Guard:
     """Turns damage of one file into a refusal or, with salvage, a file set aside."""
 
-    def __init__(self, recovery: Recovery, path: Path) -> None:
+    def __init__(self, recovery: Recovery, path: Path, keep: bool) -> None:
         self.recovery = recovery
         self.path = path
+        self.keep = keep
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, DamagedData):
-            self.recovery.damage(self.path, error, keep=False)
+            self.recovery.damage(self.path, error, self.keep)
             return True
         return False

@@ -141,10 +141,11 @@ def publish_states(path: Path, state: State, covered_lsn: int) -> list[SavedStat
     return [SavedState(sid, layer, Inline(file, offset)) for sid, layer, offset in found]
 
 
-def load(path: Path, magic: bytes) -> tuple[int, list[Logged]] | None:
+def load(path: Path, magic: bytes) -> tuple[int, Iterator[Logged]] | None:
     """A snapshot's covered LSN and records; None when there is no file.
 
-    Raises DamagedData or NewerFormat.
+    The whole file is checked first, records are made one by one. Raises DamagedData or
+    NewerFormat.
     """
     if not path.exists():
         return None
@@ -152,21 +153,24 @@ def load(path: Path, magic: bytes) -> tuple[int, list[Logged]] | None:
     found = framing.scan(file.mapped(), magic, path.name)
     if found.damage is not None:
         raise DamagedData(f"{path.name} at {found.damage.offset}: {found.damage.reason}")
-    logged: list[Logged] = []
-    for frame in found.frames:
+    for number, frame in enumerate(found.frames):
         end = frame.payload_offset + len(frame.payload)
         if frame.op == framing.END:
             if end != file.size():
                 raise DamagedData(f"{path.name} at {end}: bytes behind the end")
-            if _COUNT.unpack(frame.payload)[0] != len(logged):
-                raise DamagedData(f"{path.name}: END counts other records than there are")
-            return found.covered_lsn, logged
-        try:
-            record, begin = records.parse(frame.op, frame.payload)
-        except DamagedData as error:
-            raise DamagedData(f"{path.name} at {frame.payload_offset}: {error}") from error
-        logged.append(Logged(frame.lsn, record, Inline(file, frame.payload_offset + begin)))
+            if _COUNT.unpack(frame.payload)[0] != number:
+                raise DamagedData(f"{path.name} at {end}: the end counts other records")
+            return found.covered_lsn, _logged(file, found.frames[:number])
+        if not records.is_known(frame.op):
+            at = frame.payload_offset - framing.FRAME_BYTES
+            raise DamagedData(f"{path.name} at {at}: unknown operation {frame.op}")
     raise DamagedData(f"{path.name} at {found.valid_bytes}: the file is cut")
+
+
+def _logged(file: FileHandle, frames: Iterable[framing.Frame]) -> Iterator[Logged]:
+    for frame in frames:
+        record, begin = records.parse(frame.op, frame.payload)
+        yield Logged(frame.lsn, record, Inline(file, frame.payload_offset + begin))
 
 
 def write_portable(path: Path, state: State, covered_lsn: int) -> None:
