@@ -65,17 +65,19 @@ def timed_store(
     return took
 
 
-def rate(pion: Process, folder: Path, shape: Shape, pairs: int) -> dict[str, Any]:
-    """Figure 1 for one prefix."""
+def rate(
+    pion: Process, folder: Path, shape: Shape, options: argparse.Namespace, unix: bool
+) -> dict[str, Any]:
+    """Figure 1 for one prefix over one kind of socket."""
     layers = [shape.random_layer(number) for number in range(2)]
     names = count()
-    with pion.connect() as connection:
+    with pion.connect(unix=unix) as connection:
         seconds = alternate(
             {
                 "write": lambda: write_files(folder, shape, layers),
                 "pion": lambda: timed_store(connection, names, shape, layers),
             },
-            pairs,
+            options.pairs,
         )
     ratio = paired_ratio(seconds["write"], seconds["pion"])
     return {
@@ -147,12 +149,16 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     with pion_server(folder / "pion", "--appendfsync", "everysec") as pion:
         for tokens in options.tokens:
             shape = replace(Shape(), tokens=tokens)
-            figures[f"N={tokens}"] = rate(pion, folder, shape, options.pairs)
+            for unix in (False, True):
+                key = f"N={tokens} {'unix' if unix else 'tcp'}"
+                figures[key] = rate(pion, folder, shape, options, unix)
     for tokens in options.tokens:
         shape = replace(Shape(), tokens=tokens)
         figures[f"disk N={tokens}"] = whole_prefix(folder / f"whole{tokens}", shape)
-    turns = replace(Shape(), tokens=TURN_TOKENS)
-    figures["disk 20 turns of 64"] = conversation(folder / "turns", turns)
+    for heads in (8, 4):  # runs of 64 KiB go into a segment, shorter ones ride in the log
+        turns = replace(Shape(), tokens=TURN_TOKENS, heads=heads)
+        key = f"disk 20 turns of 64, {turns.layer_bytes >> 10} KiB a run"
+        figures[key] = conversation(folder / f"turns{heads}", turns)
     report("store_rate", options, figures)
 
 
