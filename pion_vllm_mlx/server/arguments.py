@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.inbound import RefusedBulk
+from pion_vllm_mlx.server.long_arguments import LongInbound
 from pion_vllm_mlx.wire.resp import Arg
 
 
@@ -12,6 +14,20 @@ def word(arg: Arg) -> bytes:
     """A short argument; a long bulk string where a word belongs is refused."""
     if isinstance(arg, bytes):
         return arg
+    raise CommandError("argument is too long")
+
+
+def data(arg: Arg) -> bytes | memoryview:
+    """An argument of any length, of a command that declares ``long_arguments``.
+
+    A view keeps its memory: it may be stored as it is.
+    """
+    if isinstance(arg, bytes):
+        return arg
+    if isinstance(arg, LongInbound):
+        return arg.view
+    if isinstance(arg, RefusedBulk):
+        raise arg.reason
     raise CommandError("argument is too long")
 
 

@@ -42,7 +42,9 @@ class Command:
     """One entry of the command table.
 
     ``arity`` counts the name; negative means at least that many. ``keys`` says which
-    arguments are namespaces or sessions (first, last, −1 = to the end), for guards.
+    arguments are namespaces or sessions (first, last, −1 = to the end), for guards;
+    with ``any_prefix`` they are not held against --ns-prefix. ``long_arguments``: an
+    argument may be long, lives in memory, and is read with ``arguments.data``.
     """
 
     name: str
@@ -58,6 +60,8 @@ class Command:
     grows: bool = False
     prepare: Callable[..., Awaitable[Any]] | None = None
     open_bulk: OpenBulk | None = None
+    long_arguments: bool = False
+    any_prefix: bool = False
     subcommand_of: str = ""
 
     @property

@@ -10,6 +10,7 @@ from collections.abc import Awaitable
 from pion_vllm_mlx.errors import AuthenticationRequired, CommandError
 from pion_vllm_mlx.server.command import TABLE, Command, Effect, Reply
 from pion_vllm_mlx.server.inbound import DeferredBulk, MemoryInbound, StreamInbound
+from pion_vllm_mlx.server.long_arguments import LongInbound
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.records import Record
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget
@@ -52,7 +53,7 @@ def guard(command: Command, context: Context, args: list[Arg]) -> None:
         raise AuthenticationRequired("Authentication required.")
     if command.kvcache and not config.kvcache:
         raise CommandError(_NOT_ENABLED[command.name.partition(".")[0]])
-    if command.keys is None or not config.ns_prefix:
+    if command.keys is None or command.any_prefix or not config.ns_prefix:
         return
     first, last = command.keys
     end = len(args) if last < 0 else last + 1
@@ -73,6 +74,9 @@ def open_bulk(context: Context, args: list[Arg], length: int) -> BulkTarget:
     guard(command, context, args)
     if command.open_bulk is not None:
         return command.open_bulk(context, args, length)
+    if command.long_arguments:
+        first = all(isinstance(arg, bytes) for arg in args)
+        return context.server.long_arguments.open(length, first, context.when_room)
     held = sum(arg.length for arg in args if not isinstance(arg, bytes))
     if held + length > PLAIN_ARGUMENT_BYTES:
         # more could fill the pool of windows with one command, which then waits for itself
@@ -125,7 +129,7 @@ async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
 def release(args: list[Arg]) -> None:
     """Give back what a command's long arguments hold."""
     for arg in opened(args):
-        if isinstance(arg, (MemoryInbound, StreamInbound)):
+        if isinstance(arg, (MemoryInbound, StreamInbound, LongInbound)):
             arg.release()
 
 

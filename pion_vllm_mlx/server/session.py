@@ -12,6 +12,7 @@ from typing import Any
 
 from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.ledger import Ledger
+from pion_vllm_mlx.server.long_arguments import LongArguments
 from pion_vllm_mlx.server.store.index import group_of
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
@@ -83,6 +84,7 @@ class Server:
     store: Store
     ledger: Ledger
     pool: WindowPool
+    long_arguments: LongArguments = field(default_factory=LongArguments)
     port: int = 0
     clients: dict[int, Client] = field(default_factory=dict)
     connections: dict[int, Any] = field(default_factory=dict)

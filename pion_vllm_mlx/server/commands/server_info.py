@@ -56,7 +56,7 @@ def _clients(server: Server) -> list[tuple[str, object]]:
     return [
         ("connected_clients", len(server.clients)),
         ("maxclients", server.config.max_connections),
-        ("in_flight_bytes", server.pool.held),
+        ("in_flight_bytes", server.pool.held + server.long_arguments.held),
     ]
 
 
