@@ -9,6 +9,9 @@ from pion_vllm_mlx.server.inbound import RefusedBulk
 from pion_vllm_mlx.server.long_arguments import LongInbound
 from pion_vllm_mlx.wire.resp import Arg
 
+#: token positions, and counts of tokens, are at most this.
+MAX_TOKENS = (1 << 31) - 1
+
 
 def word(arg: Arg) -> bytes:
     """A short argument; a long bulk string where a word belongs is refused."""
@@ -82,3 +85,13 @@ def choice(arg: Arg, allowed: Sequence[str], what: str) -> str:
     if text not in allowed:
         raise CommandError(f"{what} must be one of {', '.join(allowed)}")
     return text
+
+
+def head_major(given: Mapping[str, list[Arg]], encoding: str, where: str) -> bool:
+    """Whether LAYOUT asks for ``[H, n, D]``: only rows as they are stored have a layout."""
+    if "LAYOUT" not in given:
+        return False
+    wanted = choice(given["LAYOUT"][0], ("HND", "NHD"), f"{where}: LAYOUT") == "HND"
+    if wanted and encoding != "STORED":
+        raise CommandError(f"{where}: LAYOUT HND needs FMT STORED")
+    return wanted

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from pion_vllm_mlx.server.outbound import Stream
 from pion_vllm_mlx.server.store.records import Record
@@ -19,6 +19,7 @@ from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Value
 
 if TYPE_CHECKING:
     from pion_vllm_mlx.server.session import Context
+    from pion_vllm_mlx.server.store.store import Store
 
 Reply: TypeAlias = "Value | Stream"
 
@@ -33,7 +34,13 @@ class Effect(NamedTuple):
     reply: Reply | Callable[[], Reply]
 
 
-ReadHandler: TypeAlias = "Callable[[Context, list[Arg]], Reply | Awaitable[Reply]]"
+class Prepared(Protocol):
+    """What a ``prepare`` has put on the disk for its handler."""
+
+    def finish(self, store: Store, applied: bool) -> None:
+        """The command is over: its record is applied, or nothing came of it."""
+
+
 OpenBulk: TypeAlias = "Callable[[Context, list[Arg], int], BulkTarget]"
 
 
@@ -58,11 +65,10 @@ class Command:
     extension: bool = False
     since: str = "0.1.0"
     grows: bool = False
-    prepare: Callable[..., Awaitable[Any]] | None = None
+    prepare: Callable[[Context, list[Arg]], Awaitable[Prepared]] | None = None
     open_bulk: OpenBulk | None = None
     long_arguments: bool = False
     any_prefix: bool = False
-    subcommand_of: str = ""
 
     @property
     def group(self) -> str:

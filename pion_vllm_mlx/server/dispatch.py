@@ -105,13 +105,13 @@ def _plain(command: Command, args: list[Arg]) -> list[Arg]:
 
 async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
     """Prepare outside the lock; check, log and apply inside it; then answer."""
-    arguments: list[object] = [context, _plain(command, args)]
-    if command.prepare is not None:
-        arguments.append(await command.prepare(*arguments))
+    plain = _plain(command, args)
+    prepared = None if command.prepare is None else await command.prepare(context, plain)
+    handed = (context, plain) if prepared is None else (context, plain, prepared)
     outcome: list[Effect] = []
 
     def build() -> list[Record]:
-        effect: Effect = command.handler(*arguments)
+        effect: Effect = command.handler(*handed)
         outcome.append(effect)
         return list(effect.records)
 
@@ -120,8 +120,8 @@ async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
         await context.store.commit(build)
         applied = True
     finally:
-        if command.prepare is not None:
-            arguments[2].finish(context.store, applied)  # type: ignore[attr-defined]
+        if prepared is not None:
+            prepared.finish(context.store, applied)
     reply = outcome[0].reply
     return reply() if callable(reply) else reply
 

@@ -15,8 +15,6 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 
-from crc32c import crc32c
-
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.files import pread_into, pwrite_all
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
@@ -244,13 +242,11 @@ class Spool:
     def __init__(self, folder: Path) -> None:
         self._file = tempfile.TemporaryFile(dir=folder, prefix="spool-")
         self.length = 0
-        self.crc = 0
 
     def write(self, window: memoryview) -> None:
         """Append; raises OSError."""
         pwrite_all(self._file.fileno(), window, self.length)
         self.length += len(window)
-        self.crc = crc32c(window, self.crc)
 
     def read(self, offset: int, length: int) -> memoryview:
         """Bytes from ``offset``; raises OSError."""

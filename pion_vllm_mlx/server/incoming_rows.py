@@ -21,7 +21,7 @@ from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.inbound import MemoryInbound, RefusedBulk, Spool, StreamInbound
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.files import pread_into
-from pion_vllm_mlx.server.store.index import Session, group_of
+from pion_vllm_mlx.server.store.index import group_of
 from pion_vllm_mlx.server.store.records import Rows
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, RunWriter, as_bytes
 from pion_vllm_mlx.server.store.segments import Region
@@ -31,7 +31,6 @@ from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget
 
 WHERE = "V.STOREBATCH"
-MAX_TOKENS = (1 << 31) - 1
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,9 @@ def parse_place(args: list[Arg]) -> RowsRequest:
     """The four words in front of the blob. Raises CommandError."""
     return RowsRequest(
         arguments.sid(args[1]),
-        arguments.integer(args[2], "layer", 0, MAX_TOKENS),
-        arguments.integer(args[3], "start", 0, MAX_TOKENS),
-        arguments.integer(args[4], "n", 0, MAX_TOKENS),
+        arguments.integer(args[2], "layer", 0, arguments.MAX_TOKENS),
+        arguments.integer(args[3], "start", 0, arguments.MAX_TOKENS),
+        arguments.integer(args[4], "n", 0, arguments.MAX_TOKENS),
     )
 
 
@@ -70,21 +69,9 @@ def parse(args: list[Arg]) -> RowsRequest:
     encoding = "F32"
     if "FMT" in given:
         encoding = arguments.choice(given["FMT"][0], ("F16", "STORED"), f"{WHERE}: FMT")
-    head_major = False
-    if "LAYOUT" in given:
-        layout = arguments.choice(given["LAYOUT"][0], ("HND", "NHD"), f"{WHERE}: LAYOUT")
-        head_major = layout == "HND"
-    if head_major and encoding != "STORED":
-        raise CommandError(f"{WHERE}: LAYOUT HND needs FMT STORED")
+    head_major = arguments.head_major(given, encoding, WHERE)
     crc = arguments.integer(given["CRC"][0], "CRC", 0, 0xFFFFFFFF) if "CRC" in given else None
     return RowsRequest(place.sid, place.layer, place.start, place.rows, encoding, head_major, crc)
-
-
-def find_session(context: Context, sid: bytes) -> Session:
-    session = context.state.sessions.get(sid)
-    if session is None:
-        raise CommandError(f"{WHERE}: session not found")
-    return session
 
 
 class RowsInbound(StreamInbound):
@@ -100,7 +87,7 @@ def open_rows(context: Context, args: list[Arg], length: int) -> BulkTarget:
     if len(args) != 5:
         raise CommandError("argument is too long")
     request = parse_place(args)
-    session = find_session(context, request.sid)
+    session = context.session(request.sid, WHERE)
     spec = session.spec(request.layer)
     pool, when_room = context.server.pool, context.when_room
     if length <= WINDOW_BYTES:
@@ -131,7 +118,6 @@ class StoredRows:
     """A run that is in its place and waits for its record; nothing when ``shape`` is None."""
 
     request: RowsRequest
-    session: Session | None = None
     shape: RunShape | None = None
     writer: RunWriter | None = None
     region: Region | None = None
@@ -163,15 +149,15 @@ class StoredRows:
 async def store_rows(context: Context, args: list[Arg]) -> StoredRows:
     """Check the command, wait for its blob and put the rows in their place."""
     request = parse(args)
-    session = find_session(context, request.sid)
+    session = context.session(request.sid, WHERE)
     spec = session.spec(request.layer)
     blob = args[5]
     if blob_length(blob) != request.wire_bytes(spec):
         raise CommandError(
             f"{WHERE}: blob size {blob_length(blob)} instead of {request.wire_bytes(spec)}"
         )
-    if request.start + request.rows > MAX_TOKENS:
-        raise CommandError(f"{WHERE}: rows end beyond {MAX_TOKENS}")
+    if request.start + request.rows > arguments.MAX_TOKENS:
+        raise CommandError(f"{WHERE}: rows end beyond {arguments.MAX_TOKENS}")
     if request.head_major and not spec.head_major():
         raise CommandError(f"{WHERE}: LAYOUT HND needs HEADS and a format that can be cut at heads")
     if isinstance(blob, RefusedBulk):
@@ -181,11 +167,11 @@ async def store_rows(context: Context, args: list[Arg]) -> StoredRows:
     session.expects_head_major = request.head_major
     if isinstance(blob, RowsInbound):
         await blob.wait()
-        stored = _received_in_place(request, session, spec, blob)
+        stored = _received_in_place(request, spec, blob)
         if stored is not None:
             await context.store.make_room(0)
             return stored
-    return await _convert(context, request, session, blob)
+    return await _convert(context, request, spec, blob)
 
 
 def blob_length(blob: Arg) -> int:
@@ -193,11 +179,11 @@ def blob_length(blob: Arg) -> int:
 
 
 def _received_in_place(
-    request: RowsRequest, session: Session, spec: LayerSpec, blob: RowsInbound
+    request: RowsRequest, spec: LayerSpec, blob: RowsInbound
 ) -> StoredRows | None:
     """The run, when the guess at its layout was right, or does not matter."""
     writer = blob.writer
-    if writer is None or request.encoding != _stored_encoding(spec, request.encoding):
+    if writer is None or not _comes_as_stored(request.encoding, spec):
         return None
     shape = writer.shape
     if shape.spec != spec:
@@ -208,13 +194,12 @@ def _received_in_place(
         # a stream without gaps is what a dense run of the other layout is, too
         shape = RunShape.dense(spec, request.rows, request.head_major)
     _check_crc(request, writer.stream_crc)
-    return StoredRows(request, session, shape, writer, blob.region)
+    return StoredRows(request, shape, writer, blob.region)
 
 
-def _stored_encoding(spec: LayerSpec, encoding: str) -> str:
-    """The wire encodings whose bytes are the stored bytes."""
-    same = {"fp16": "F16", "fp32": "F32"}.get(spec.fmt)
-    return encoding if encoding in ("STORED", same) else "STORED"
+def _comes_as_stored(encoding: str, spec: LayerSpec) -> bool:
+    """Whether the bytes of a wire encoding are the stored bytes."""
+    return encoding == "STORED" or (encoding, spec.fmt) in (("F16", "fp16"), ("F32", "fp32"))
 
 
 def _check_crc(request: RowsRequest, crc: int) -> None:
@@ -223,23 +208,22 @@ def _check_crc(request: RowsRequest, crc: int) -> None:
 
 
 async def _convert(
-    context: Context, request: RowsRequest, session: Session, blob: Arg
+    context: Context, request: RowsRequest, spec: LayerSpec, blob: Arg
 ) -> StoredRows:
     """Write the rows from memory, a spool or a wrong place into their place."""
     store = context.store
-    spec = session.spec(request.layer)
     dense = RunShape.dense(spec, request.rows, request.head_major)
     if isinstance(blob, RowsInbound) and blob.region is not None and len(spec.parts()) == 1:
         # Where they are is large enough, and no row moves towards the end: each window
         # has been read before anything is written over it.
-        stored = StoredRows(request, session, dense, RunWriter(dense, blob.region), blob.region)
+        stored = StoredRows(request, dense, RunWriter(dense, blob.region), blob.region)
     elif store.config.wal and dense.data_bytes < INLINE_BYTES:
         buffer = bytearray(dense.file_bytes)
-        stored = StoredRows(request, session, dense, RunWriter(dense, buffer), None, buffer)
+        stored = StoredRows(request, dense, RunWriter(dense, buffer), None, buffer)
     else:
         shape = RunShape.spaced(spec, request.rows, request.head_major)
         region = await store.reserve(group_of(request.sid), shape.file_bytes, len(spec.parts()))
-        stored = StoredRows(request, session, shape, RunWriter(shape, region), region)
+        stored = StoredRows(request, shape, RunWriter(shape, region), region)
     source = _source(blob)
     try:
         if isinstance(blob, bytes):

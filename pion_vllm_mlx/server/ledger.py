@@ -34,11 +34,6 @@ class Ledger:
         else:
             self.us_saved += tokens * ESTIMATED_US_PER_TOKEN
 
-    def reset(self) -> None:
-        """Zero every counter; the uptime stays."""
-        fresh = Ledger(self.worker_id, self.started)
-        self.__dict__.update(fresh.__dict__)
-
     def uptime(self) -> int:
         return int(time.monotonic() - self.started)
 

@@ -17,7 +17,8 @@ from pathlib import Path
 from pion_vllm_mlx import __version__
 from pion_vllm_mlx.config import MAX_SOCKET_PATH_BYTES, EmbeddedDefaults, ServerEnvironment
 from pion_vllm_mlx.errors import CommandError, ConfigError, DataFolderBusy, PionError
-from pion_vllm_mlx.server import commands, options
+from pion_vllm_mlx.server import commands as commands  # fills the command table
+from pion_vllm_mlx.server import options
 from pion_vllm_mlx.server.app import Connection
 from pion_vllm_mlx.server.commands.export import remove_old_exports
 from pion_vllm_mlx.server.folder import DataFolder
@@ -210,7 +211,6 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("-v", "--version") for word in argv):
         print(f"pion-server {__version__}")
         return 0
-    assert commands.__all__
     try:
         config, notices = options.parse(argv, ServerEnvironment.from_environment())
         for notice in notices:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from pion_vllm_mlx.server.store.files import FileHandle, pread_exactly
-from pion_vllm_mlx.server.store.index import InSegment, Place
+from pion_vllm_mlx.server.store.index import Place, place_file
 
 #: file ranges shorter than this are read and sent together with their neighbours.
 GATHER_BYTES = 64 << 10
@@ -79,8 +79,7 @@ def zeros(length: int) -> Chunk:
 
 def file_range(place: Place, offset: int, length: int) -> FileRange:
     """A range counted from a place's first byte."""
-    file = place.segment.file if isinstance(place, InSegment) else place.file
-    return FileRange(file, place.offset + offset, length)
+    return FileRange(place_file(place), place.offset + offset, length)
 
 
 class ReaderGone(Exception):

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.long_arguments import LongArguments
-from pion_vllm_mlx.server.store.index import group_of
+from pion_vllm_mlx.server.store.index import Session, group_of
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
 
@@ -122,3 +123,10 @@ class Context:
     @property
     def state(self) -> State:
         return self.server.store.state
+
+    def session(self, sid: bytes, where: str) -> Session:
+        """The session of that id. Raises CommandError when there is none."""
+        session = self.state.sessions.get(sid)
+        if session is None:
+            raise CommandError(f"{where}: session not found")
+        return session

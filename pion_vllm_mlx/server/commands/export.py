@@ -23,7 +23,6 @@ from pion_vllm_mlx.server.store.space import disk_error
 from pion_vllm_mlx.wire.resp import Arg
 
 WHERE = "V.EXPORT"
-MAX_TOKENS = (1 << 31) - 1
 
 
 def export_folder(config: ServerConfig) -> Path:
@@ -74,14 +73,9 @@ class ExportRequest:
 
 
 def _request(context: Context, args: list[Arg]) -> ExportRequest:
-    sessions = []
-    for arg in args[1:3]:
-        session = context.state.sessions.get(arguments.sid(arg))
-        if session is None:
-            raise CommandError(f"{WHERE}: session not found")
-        sessions.append(session)
-    start = arguments.integer(args[3], "start", 0, MAX_TOKENS)
-    end = arguments.integer(args[4], "end", 0, MAX_TOKENS)
+    keys, values = (context.session(arguments.sid(arg), WHERE) for arg in args[1:3])
+    start = arguments.integer(args[3], "start", 0, arguments.MAX_TOKENS)
+    end = arguments.integer(args[4], "end", 0, arguments.MAX_TOKENS)
     layers = arguments.integer(args[5], "n_layers", 1, 1024)
     heads = arguments.integer(args[6], "n_heads", 1, 1024)
     head_dim = arguments.integer(args[7], "head_dim", 1, 65536)
@@ -89,8 +83,8 @@ def _request(context: Context, args: list[Arg]) -> ExportRequest:
     stored = bool(given) and bool(arguments.choice(given["FMT"][0], ("STORED",), f"{WHERE}: FMT"))
     if end <= start:
         raise CommandError(f"{WHERE}: end must exceed start")
-    request = ExportRequest((sessions[0], sessions[1]), start, end, layers, heads, head_dim, stored)
-    for session in sessions:
+    request = ExportRequest((keys, values), start, end, layers, heads, head_dim, stored)
+    for session in request.sessions:
         for layer in range(layers):
             _check(session, layer, request)
     return request

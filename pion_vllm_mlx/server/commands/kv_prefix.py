@@ -107,7 +107,7 @@ def _optional(given: Mapping[str, list[Arg]], name: str, low: int, high: int) ->
 
 def _missing(context: Context, creates: list[Create]) -> list[Record]:
     """The sessions that have to be created; refuses when a different one holds rows."""
-    needed: list[Record] = []
+    needed: list[Create] = []
     for record in creates:
         session = context.state.sessions.get(record.sid)
         if session is not None and same_schema(session, record):
@@ -118,9 +118,7 @@ def _missing(context: Context, creates: list[Create]) -> list[Record]:
                 "KV.PREFIX.REGISTER namespace already exists with a different format"
             )
         needed.append(record)
-    arriving = sum(
-        1 for r in needed if isinstance(r, Create) and r.sid not in context.state.sessions
-    )
+    arriving = sum(record.sid not in context.state.sessions for record in needed)
     return [*context.store.space.evict_for_sessions(arriving), *needed]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from pion_vllm_mlx import __version__
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Reply, command
+from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.session import Context, Server
 from pion_vllm_mlx.wire.resp import Arg, Map, Simple
 
@@ -119,8 +120,9 @@ def info(context: Context, args: list[Arg]) -> Reply:
 
 @command("PION.STATS", -1, "The value receipt of this worker; RESET zeroes it.")
 def pion_stats(context: Context, args: list[Arg]) -> Reply:
-    ledger = context.server.ledger
+    server = context.server
     if len(args) == 2 and arguments.word(args[1]).upper() == b"RESET":
-        ledger.reset()
+        # the uptime stays
+        server.ledger = Ledger(server.ledger.worker_id, server.ledger.started)
         return Simple("OK")
-    return Map([(name, value) for name, value in ledger.fields()])
+    return Map([(name, value) for name, value in server.ledger.fields()])

@@ -21,7 +21,6 @@ from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, as_bytes, read_head, r
 from pion_vllm_mlx.wire.resp import Arg, array_header, nil
 
 WHERE = "V.FETCH"
-MAX_TOKENS = (1 << 31) - 1
 MAX_REPLY = 1 << 30
 
 
@@ -118,29 +117,16 @@ def layer_chunks(rows: LayerRows, wanted: Wanted) -> list[Chunk]:
     return [Computed(length, lambda: _converted(rows, wanted))]
 
 
-def _session(context: Context, sid: bytes) -> Session:
-    session = context.state.sessions.get(sid)
-    if session is None:
-        raise CommandError(f"{WHERE}: session not found")
-    return session
-
-
 def _wanted(args: list[Arg], options: list[Arg]) -> Wanted:
-    start = arguments.integer(args[0], "start", 0, MAX_TOKENS)
-    end = arguments.integer(args[1], "end", 0, MAX_TOKENS)
+    start = arguments.integer(args[0], "start", 0, arguments.MAX_TOKENS)
+    end = arguments.integer(args[1], "end", 0, arguments.MAX_TOKENS)
     if end <= start:
         raise CommandError(f"{WHERE}: end must exceed start")
     given = arguments.options(options, {"FMT": 1, "LAYOUT": 1}, WHERE)
     encoding = "F32"
     if "FMT" in given:
         encoding = arguments.choice(given["FMT"][0], ("NATIVE", "STORED"), f"{WHERE}: FMT")
-    head_major = False
-    if "LAYOUT" in given:
-        layout = arguments.choice(given["LAYOUT"][0], ("HND", "NHD"), f"{WHERE}: LAYOUT")
-        head_major = layout == "HND"
-    if head_major and encoding != "STORED":
-        raise CommandError(f"{WHERE}: LAYOUT HND needs FMT STORED")
-    return Wanted(start, end, encoding, head_major)
+    return Wanted(start, end, encoding, arguments.head_major(given, encoding, WHERE))
 
 
 def _check_size(layers: list[LayerRows | None], wanted: Wanted) -> None:
@@ -201,18 +187,18 @@ async def _by_id(context: Context, session: Session, layer: int, ids: list[int])
 
 @command("V.FETCH", -4, "Rows of a session.", kvcache=True, keys=(1, 1))
 async def v_fetch(context: Context, args: list[Arg]) -> Reply:
-    session = _session(context, arguments.sid(args[1]))
+    session = context.session(arguments.sid(args[1]), WHERE)
     form = arguments.word(args[2]).upper()
     if form == b"BATCH":
         return await _batch(context, session, args)
-    layer = arguments.integer(args[2], "layer", 0, MAX_TOKENS)
+    layer = arguments.integer(args[2], "layer", 0, arguments.MAX_TOKENS)
     session.spec(layer)
     if arguments.word(args[3]).upper() == b"RANGE":
         if len(args) < 6:
             raise CommandError(f"{WHERE}: RANGE needs start and end")
         wanted = _wanted(args[4:6], args[6:])
         return await _reply(context, session, [layer], wanted, one=True)
-    ids = [arguments.integer(arg, "token id", 0, MAX_TOKENS) for arg in args[3:]]
+    ids = [arguments.integer(arg, "token id", 0, arguments.MAX_TOKENS) for arg in args[3:]]
     return await _by_id(context, session, layer, ids)
 
 

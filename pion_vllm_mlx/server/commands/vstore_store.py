@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.command import Effect, command
-from pion_vllm_mlx.server.incoming_rows import StoredRows, find_session, open_rows, store_rows
+from pion_vllm_mlx.server.incoming_rows import WHERE, StoredRows, open_rows, store_rows
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.records import Record
 from pion_vllm_mlx.wire.resp import Arg, Simple
@@ -23,10 +24,10 @@ from pion_vllm_mlx.wire.resp import Arg, Simple
 def v_storebatch(context: Context, args: list[Arg], stored: StoredRows) -> Effect:
     """The rows are in their place; they count once their record is logged."""
     effects: list[Record] = []
-    session = find_session(context, stored.request.sid)
+    session = context.session(stored.request.sid, WHERE)
     if stored.shape is not None:
         if session.spec(stored.request.layer) != stored.shape.spec:
-            find_session(context, b"")
+            raise CommandError(f"{WHERE}: session not found (another took its place)")
         effects.append(stored.record())
         context.store.counters.bytes_stored += stored.shape.data_bytes
     return Effect(effects, Simple("OK"))

@@ -93,10 +93,6 @@ class State:
         self._clock += 1
         session.accessed = self._clock
 
-    def touch_namespace(self, namespace: bytes) -> None:
-        for session in self.sides(namespace):
-            self.touch(session)
-
     def sides(self, namespace: bytes) -> list[Session]:
         """The K and V sessions of a namespace that exist."""
         sids = (namespace + KEY_SUFFIX, namespace + VALUE_SUFFIX)
