@@ -133,6 +133,26 @@ class Format(ABC):
             raise CommandError(f"{self.name}: width must be a multiple of {self.block}")
 
 
+class FloatFormat(Format):
+    """One floating point number a value, of ``item_bytes`` bytes, by safetensors' name."""
+
+    lossless = True
+    item_bytes: int
+    dtype: str
+
+    def row_bytes(self, width: int) -> int:
+        """So many bytes a value."""
+        return self.item_bytes * width
+
+    def width_of(self, row_bytes: int) -> int:
+        """A value for so many bytes."""
+        return row_bytes // self.item_bytes
+
+    def parts(self, width: int) -> tuple[Part, ...]:
+        """One tensor."""
+        return (Part("", self.dtype, self.item_bytes * width, width),)
+
+
 def _runs(n: int, width: int) -> list[slice]:
     step = max(1, _RUN_VALUES // width)
     return [slice(start, min(start + step, n)) for start in range(0, n, step)]

@@ -5,30 +5,19 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.formats.base import Bytes, Floats, Format, Part
+from pion_vllm_mlx.formats.base import Bytes, FloatFormat, Floats
 
 _EXPONENT = np.uint32(0x7F800000)
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _QUIET = np.uint32(0x00400000)
 
 
-class Bf16(Format):
+class Bf16(FloatFormat):
     """Wire row: W × bf16. A float32 that is a bf16 keeps all of its bits."""
 
     name = "bf16"
-    lossless = True
-
-    def row_bytes(self, width: int) -> int:
-        """Two bytes a value."""
-        return 2 * width
-
-    def width_of(self, row_bytes: int) -> int:
-        """Half the bytes."""
-        return row_bytes // 2
-
-    def parts(self, width: int) -> tuple[Part, ...]:
-        """One BF16 tensor."""
-        return (Part("", "BF16", 2 * width, width),)
+    item_bytes = 2
+    dtype = "BF16"
 
     def _encode(self, rows: Floats, out: Bytes) -> None:
         bits = np.ascontiguousarray(rows).view(np.uint32)

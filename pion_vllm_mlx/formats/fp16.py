@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from pion_vllm_mlx.formats.base import Bytes, Floats, Format, Part
+from pion_vllm_mlx.formats.base import Bytes, FloatFormat, Floats
 
 
-class Fp16(Format):
+class Fp16(FloatFormat):
     """Wire row: W × f16."""
 
     name = "fp16"
-    lossless = True
-
-    def row_bytes(self, width: int) -> int:
-        """Two bytes a value."""
-        return 2 * width
-
-    def width_of(self, row_bytes: int) -> int:
-        """Half the bytes."""
-        return row_bytes // 2
-
-    def parts(self, width: int) -> tuple[Part, ...]:
-        """One F16 tensor."""
-        return (Part("", "F16", 2 * width, width),)
+    item_bytes = 2
+    dtype = "F16"
 
     def _encode(self, rows: Floats, out: Bytes) -> None:
         with np.errstate(over="ignore", invalid="ignore"):
