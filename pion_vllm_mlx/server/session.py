@@ -71,10 +71,11 @@ class Client:
 
 @dataclass(frozen=True)
 class Export:
-    """A file of V.EXPORT and the runs it was made from."""
+    """A file of V.EXPORT, its checksum, and the runs it was made from."""
 
     path: Path
     version: tuple[int, ...]
+    crc: int
 
 
 @dataclass

@@ -243,3 +243,18 @@ def test_there_is_nothing_to_map_without_rows(wire: Wire, ns: str) -> None:
     assert wire.ask("KV.PREFIX.MAP", ns) == "UNKNOWN"
     wire.ok("KV.PREFIX.REGISTER", ns, 4, "fp16")
     assert wire.ask("KV.PREFIX.MAP", ns) == "UNKNOWN"
+
+
+@pytest.mark.parametrize("place", [0, 9, -1])
+def test_an_export_whose_bytes_changed_is_never_handed_out_again(
+    wire: Wire, ns: str, place: int
+) -> None:
+    fill(wire, ns, "fp16")
+    first = export(wire, ns, 0, ROWS, 2, HEADS, DIM)
+    whole = first.read_bytes()
+    damaged = bytearray(whole)
+    damaged[place] ^= 1
+    first.write_bytes(damaged)
+    again = export(wire, ns, 0, ROWS, 2, HEADS, DIM)
+    assert again != first and again.read_bytes() == whole
+    assert export(wire, ns, 0, ROWS, 2, HEADS, DIM) == again

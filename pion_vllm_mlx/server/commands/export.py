@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from crc32c import crc32c
+
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import Format, Part, get_format, to_f16, transpose_rows
 from pion_vllm_mlx.server import arguments
@@ -152,8 +154,20 @@ def _header(request: ExportRequest) -> tuple[bytes, int]:
     return struct.pack("<Q", len(text)) + text, at
 
 
-def _write(request: ExportRequest, path: Path) -> None:
-    """Write the file whole, then give it its name. Raises OSError."""
+def _file_crc(path: Path) -> int | None:
+    """The checksum of a whole file, None when it cannot be read. May block."""
+    crc = 0
+    try:
+        with path.open("rb", buffering=0) as file:
+            while window := file.read(WINDOW_BYTES):
+                crc = crc32c(window, crc)
+    except OSError:
+        return None
+    return crc
+
+
+def _write(request: ExportRequest, path: Path) -> int:
+    """Write the file whole, then give it its name; its checksum. Raises OSError."""
     path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     file = FileHandle(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -163,10 +177,14 @@ def _write(request: ExportRequest, path: Path) -> None:
         at = len(header)
         for _, rows in request.tensors():
             at = _write_layer(file.fd, at, request, rows)
+        crc = _file_crc(temporary)
+        if crc is None:
+            raise OSError("the exported file cannot be read back")
     except (OSError, CommandError):
         temporary.unlink(missing_ok=True)
         raise
     os.replace(temporary, path)
+    return crc
 
 
 @command(
@@ -184,8 +202,9 @@ async def v_export(context: Context, args: list[Arg]) -> Reply:
     exports = context.server.exports
     version = _version(request)
     known = exports.get(key)
-    if known is not None and known.version == version and known.path.exists():
-        return str(known.path)
+    if known is not None and known.version == version:
+        if await context.store.run(lambda: _file_crc(known.path)) == known.crc:
+            return str(known.path)
     if not await context.store.verified(request.sessions):
         raise CommandError(f"{WHERE}: session not found (its rows did not verify)")
     folder = export_folder(context.server.config)
@@ -193,7 +212,7 @@ async def v_export(context: Context, args: list[Arg]) -> Reply:
     path = folder.resolve() / name
     await context.store.make_room(0)
     try:
-        await context.store.run(lambda: _write(request, path))
+        crc = await context.store.run(lambda: _write(request, path))
     except OSError as error:
         raise disk_error(error) from error
     gone = any(context.state.sessions.get(s.sid) is not s for s in request.sessions)
@@ -203,5 +222,5 @@ async def v_export(context: Context, args: list[Arg]) -> Reply:
     stale = exports.get(key)
     if stale is not None:
         stale.path.unlink(missing_ok=True)
-    exports[key] = Export(path, version)
+    exports[key] = Export(path, version, crc)
     return str(path)
