@@ -241,7 +241,8 @@ def test_errors_are_bounded_and_ordered() -> None:
     assert errors[4] < 0.042
     for name in ALL:
         kind = get_format(name)
-        assert cosine(kind.decode(kind.encode(rows)), rows) > (0.99 if name != "mlx4g32" else 0.98)
+        least = {"mlx4g32": 0.98, "turbo4": 0.95, "turbo3": 0.80, "turbo2": 0.70}
+        assert cosine(kind.decode(kind.encode(rows)), rows) > least.get(name, 0.99)
 
 
 def test_int8_is_within_its_bound_on_uniform_rows() -> None:
