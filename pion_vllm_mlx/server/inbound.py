@@ -23,6 +23,8 @@ from pion_vllm_mlx.wire.resp import BulkTarget, DiscardBulk
 
 #: bytes of windows that all connections together may hold.
 IN_FLIGHT_BYTES = 64 << 20
+#: from here on memory is used again: fresh memory costs as much as what is received into it.
+KEPT_WINDOW_BYTES = 128 << 10
 
 
 class WindowPool:
@@ -43,7 +45,7 @@ class WindowPool:
             self._waiting[when_room] = None
             return None
         self.held += length
-        if length > WINDOW_BYTES // 2:
+        if length >= KEPT_WINDOW_BYTES:
             buffer = self._free.pop() if self._free else _aligned_memory(WINDOW_BYTES)
             return memoryview(buffer)[:length]
         return memoryview(bytearray(length))
@@ -52,7 +54,7 @@ class WindowPool:
         """Return a window; nothing may use it any more."""
         self.held -= len(window)
         buffer = window.obj
-        if isinstance(buffer, mmap.mmap):
+        if isinstance(buffer, mmap.mmap) and len(self._free) < self.budget // WINDOW_BYTES:
             self._free.append(buffer)
         if self._waiting:
             # later: who gives back may be in the middle of answering
