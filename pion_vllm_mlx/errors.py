@@ -9,7 +9,9 @@
     │   ├── PermissionRefused        NOPERM
     │   ├── OutOfMemory              OOM
     │   ├── UnsupportedProtocol      NOPROTO
-    │   └── ColdMiss                 COLDMISS
+    │   ├── ColdMiss                 COLDMISS
+    │   ├── WrongType                WRONGTYPE
+    │   └── TransactionAborted       EXECABORT
     ├── ProtocolError              bytes on the wire that are not RESP
     ├── StoreUnavailable           the server is absent, too slow, or answers nonsense
     │   └── DeadlineExceeded         the time a cache operation may take is over
@@ -80,6 +82,18 @@ class ColdMiss(CommandError):
     code = "COLDMISS"
 
 
+class WrongType(CommandError):
+    """A key holds another kind of value than the command works on."""
+
+    code = "WRONGTYPE"
+
+
+class TransactionAborted(CommandError):
+    """A command of a transaction was refused while it was queued."""
+
+    code = "EXECABORT"
+
+
 class ProtocolError(PionError):
     """Bytes that are not valid RESP; the connection cannot go on."""
 
@@ -126,6 +140,8 @@ WIRE_CODES: dict[str, type[CommandError]] = {
         OutOfMemory,
         UnsupportedProtocol,
         ColdMiss,
+        WrongType,
+        TransactionAborted,
     )
 }
 

@@ -1,0 +1,236 @@
+"""The keyspace of one worker: check, log, apply; save, expire, watch.
+
+Everything but the log's bytes happens on the event loop. Under the write lock a
+command's changes are worked out at one moment, logged, then applied: nobody sees
+what is not logged, and the keys a command read are as it saw them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.keyspace.changes import (
+    MAX_BATCH_BYTES,
+    Change,
+    Verb,
+    change,
+    pieces,
+    size_of,
+)
+from pion_vllm_mlx.server.keyspace.data import Data
+from pion_vllm_mlx.server.keyspace.recovery import Paths, Recovered, recover, snapshot_chunks
+from pion_vllm_mlx.server.store.files import publish
+from pion_vllm_mlx.server.store.records import Record
+from pion_vllm_mlx.server.store.store import StoreConfig
+
+#: how many keys past their deadline one tick deletes at most.
+_REAPED = 10_000
+#: a log so many times its limit is saved away without waiting for a quiet moment.
+_PRESSING = 4
+
+
+class Watch:
+    """What one connection watches; ``broken`` once any of it was changed."""
+
+    def __init__(self) -> None:
+        self.keys: dict[bytes, bool] = {}
+        self.broken = False
+
+
+class Keyspace:
+    """See the module's docstring. Used on one event loop.
+
+    Without a ``found`` nothing is kept on disk.
+    """
+
+    def __init__(self, config: StoreConfig | None = None, found: Recovered | None = None) -> None:
+        self.config = config
+        self.data = found.data if found else Data()
+        self.wal = found.wal if found else None
+        self.replayed = found.replayed if found else 0
+        self.notes = found.notes if found else []
+        self.last_write = time.monotonic()
+        self.clock: Callable[[], int] = _unix_ms
+        #: bytes of long arguments on their way in, over all connections.
+        self.arriving_bytes = 0
+        self._moment: int | None = None
+        self._watchers: dict[bytes, set[Watch]] = {}
+        self._lock = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="keyspace-log")
+        self._paths = Paths(config.folder, config.worker) if config else None
+        self._saved_bytes = self._size_on_disk()
+        if found and found.salvaged and found.wal.enabled:
+            self._save_files()
+
+    @classmethod
+    def open(cls, config: StoreConfig) -> Keyspace:
+        """Recover the keys of a folder. Blocks; raises DamagedData, NewerFormat, OSError."""
+        paths = Paths(config.folder, config.worker)
+        return cls(config, recover(paths, config.wal, config.salvage))
+
+    @property
+    def now(self) -> int:
+        """Unix milliseconds; while a write is worked out, always the same."""
+        return self.clock() if self._moment is None else self._moment
+
+    async def commit(self, build: Callable[[], Sequence[Record]]) -> None:
+        """Check and log one command's changes, then apply them.
+
+        ``build`` may refuse by raising CommandError; then nothing happens.
+        """
+        await asyncio.shield(asyncio.create_task(self._commit(build)))
+
+    async def _commit(self, build: Callable[[], Sequence[Record]]) -> None:
+        async with self._lock:
+            self._moment = self.clock()
+            try:
+                changes = self._with_expired(cast("Sequence[Change]", build()))
+            finally:
+                self._moment = None
+            if not changes:
+                return
+            if size_of(changes) > MAX_BATCH_BYTES:
+                raise CommandError("the command changes more than 1 GiB at once")
+            await self._run(lambda: self._append(changes))
+            for one in changes:
+                self._break_watches(one)
+                self.data.apply(one)
+            self.last_write = time.monotonic()
+            if self.config is not None and self.config.appendfsync == "always":
+                try:
+                    await self._run(self._flush)
+                except OSError as error:
+                    raise CommandError(f"stored, but not flushed: {error.strerror}") from error
+
+    def _with_expired(self, changes: Sequence[Change]) -> list[Change]:
+        """The changes behind the deletion of what they meet past its deadline."""
+        keys = {key for one in changes for key in one.keys}
+        entries = self.data.entries
+        dead = [k for k in keys if k in entries and not entries[k].alive(self.now)]
+        reaped = [change(Verb.DELETE, *sorted(dead))] if dead else []
+        return [*reaped, *changes]
+
+    def _append(self, changes: Sequence[Change]) -> None:
+        if self.wal is not None:
+            for piece in pieces(changes):
+                self.wal.append([piece])
+
+    async def _run(self, work: Callable[[], None]) -> None:
+        if self.wal is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    # -- housekeeping ----------------------------------------------------------
+
+    async def reap(self) -> None:
+        """Delete keys past their deadline, so that they take no room."""
+        now = self.clock()
+        dead = self.data.expired(now, _REAPED)
+        if dead:
+
+            def build() -> list[Record]:
+                entries = self.data.entries
+                still = [k for k in dead if k in entries and not entries[k].alive(now)]
+                return [change(Verb.DELETE, *still)] if still else []
+
+            try:
+                await self.commit(build)
+            except CommandError:
+                self.data.look_again(dead)
+                raise
+
+    def flush_soon(self) -> bool:
+        """Whether something logged is not yet on stable storage."""
+        return self.wal is not None and self.wal.dirty
+
+    def save_soon(self, quiet_seconds: float) -> bool:
+        """Whether the log is past its size, and no smaller than what a snapshot costs."""
+        if self.wal is None or self.config is None:
+            return False
+        limit = max(self.config.wal_size, self._saved_bytes)
+        quiet = time.monotonic() - self.last_write >= quiet_seconds
+        return self.wal.size > (limit if quiet else _PRESSING * limit)
+
+    def _flush(self) -> None:
+        if self.wal is not None:
+            self.wal.flush()
+
+    async def flush(self) -> None:
+        """Everything acknowledged so far to stable storage. Raises OSError."""
+        await self._run(self._flush)
+
+    async def save(self) -> None:
+        """Write the snapshot, then empty the log. Blocks writes; raises CommandError."""
+
+        async def locked() -> None:
+            async with self._lock:
+                await self._run(self._save_files)
+
+        try:
+            await asyncio.shield(asyncio.create_task(locked()))
+        except OSError as error:
+            raise CommandError(f"SAVE failed: {error}") from error
+
+    def _save_files(self) -> None:
+        if self.wal is None or self._paths is None:
+            return
+        if not self.data.entries and not self.wal.size and not self._paths.snapshot.exists():
+            return
+        publish(self._paths.snapshot, snapshot_chunks(self.data, self.wal.next_lsn - 1))
+        self.wal.truncate()
+        self._saved_bytes = self._size_on_disk()
+
+    def _size_on_disk(self) -> int:
+        if self._paths is None or not self._paths.snapshot.exists():
+            return 0
+        return self._paths.snapshot.stat().st_size
+
+    async def close(self) -> None:
+        """Flush and let the thread end. Raises OSError."""
+        async with self._lock:
+            await self.flush()
+        self._thread.shutdown()
+
+    # -- watching --------------------------------------------------------------
+
+    def watch(self, watch: Watch, keys: Iterable[bytes]) -> None:
+        """From now on a change of one of the keys breaks the watch."""
+        for key in keys:
+            if key not in watch.keys:
+                watch.keys[key] = self.data.find(key, self.now) is not None
+                self._watchers.setdefault(key, set()).add(watch)
+
+    def unwatch(self, watch: Watch) -> None:
+        """Forget what was watched, and that it was changed."""
+        for key in watch.keys:
+            watchers = self._watchers[key]
+            watchers.discard(watch)
+            if not watchers:
+                del self._watchers[key]
+        watch.keys = {}
+        watch.broken = False
+
+    def is_broken(self, watch: Watch) -> bool:
+        """Whether a watched key was changed, or has ended, since."""
+        now = self.now
+        return watch.broken or any(
+            existed and self.data.find(key, now) is None for key, existed in watch.keys.items()
+        )
+
+    def _break_watches(self, one: Change) -> None:
+        if not self._watchers:
+            return
+        names: Iterable[bytes] = one.keys
+        if one.verb == Verb.FLUSH:
+            names = [key for key in self._watchers if key in self.data.entries]
+        for key in names:
+            for watch in self._watchers.get(key, ()):
+                watch.broken = True
+
+
+def _unix_ms() -> int:
+    return time.time_ns() // 1_000_000

@@ -1,0 +1,177 @@
+"""From the files of a folder to the keys, by the rules of the store's own recovery.
+
+Snapshot first, then the log behind it. A torn end of the log is cut off; anything
+else that does not verify is refused by name, or, with ``salvage``, the file is set
+aside and what verifies before the damage is kept.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pion_vllm_mlx.errors import DamagedData
+from pion_vllm_mlx.server.keyspace.changes import PIECE_BYTES, Assembler, Change, Piece, pieces
+from pion_vllm_mlx.server.keyspace.data import Data
+from pion_vllm_mlx.server.store import framing
+from pion_vllm_mlx.server.store.files import FILE_MODE, TEMPORARY, FileHandle
+from pion_vllm_mlx.server.store.wal import Wal
+
+log = logging.getLogger(__name__)
+
+WAL_MAGIC = b"PIONKW01"
+SNAPSHOT_MAGIC = b"PIONKS01"
+_COUNT = struct.Struct("<Q")
+
+
+@dataclass(frozen=True)
+class Paths:
+    """The files of one worker's keyspace."""
+
+    folder: Path
+    worker: int = 0
+
+    @property
+    def snapshot(self) -> Path:
+        return self.folder / f"pion.snapshot.{self.worker}"
+
+    @property
+    def wal(self) -> Path:
+        return self.folder / f"pion.wal.{self.worker}"
+
+
+@dataclass
+class Recovered:
+    """The keys, a log ready to append, and what there was to say."""
+
+    data: Data
+    wal: Wal
+    replayed: int = 0
+    salvaged: bool = False
+    notes: list[str] = field(default_factory=list)
+
+
+def snapshot_chunks(data: Data, covered_lsn: int) -> Iterator[bytes]:
+    """The bytes of a snapshot: header, batches, END. ``data`` must not change meanwhile."""
+    yield framing.header(SNAPSHOT_MAGIC, covered_lsn)
+    lsn = 0
+    for piece in _batches(data.snapshot()):
+        lsn += 1
+        yield framing.frame(lsn, piece.op, piece.payload())
+    yield framing.frame(lsn + 1, framing.END, _COUNT.pack(lsn))
+
+
+def _batches(changes: Iterator[Change]) -> Iterator[Piece]:
+    batch: list[Change] = []
+    size = 0
+    for one in changes:
+        batch.append(one)
+        size += sum(map(len, one.parts))
+        if size >= PIECE_BYTES // 4:
+            yield from pieces(batch)
+            batch, size = [], 0
+    if batch:
+        yield from pieces(batch)
+
+
+def recover(paths: Paths, wal_enabled: bool, salvage: bool) -> Recovered:
+    """Read everything. Raises DamagedData (not with salvage), NewerFormat, OSError."""
+    return _Recovery(paths, salvage).run(wal_enabled)
+
+
+class _Recovery:
+    """One run over the two files."""
+
+    def __init__(self, paths: Paths, salvage: bool) -> None:
+        self.paths = paths
+        self.salvage = salvage
+        self.data = Data()
+        self.notes: list[str] = []
+
+    def run(self, wal_enabled: bool) -> Recovered:
+        covered, lost = 0, False
+        try:
+            covered = self._load_snapshot()
+        except DamagedData as error:
+            self._damage(self.paths.snapshot, error, keep=False)
+            self.data, lost = Data(), True
+        last, replayed = self._replay(covered, lost)
+        for path in (self.paths.snapshot, self.paths.wal):
+            path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
+        salvaged = any("kept as" in note for note in self.notes)
+        wal = Wal(self.paths.wal, WAL_MAGIC, last + 1, wal_enabled)
+        return Recovered(self.data, wal, replayed, salvaged, self.notes)
+
+    def _load_snapshot(self) -> int:
+        """The LSN that the snapshot covers, 0 without one. Raises DamagedData, NewerFormat."""
+        path = self.paths.snapshot
+        if not path.exists():
+            return 0
+        file = FileHandle(path, os.O_RDONLY)
+        found = framing.scan(file.mapped(), SNAPSHOT_MAGIC, path.name)
+        if found.damage is not None:
+            raise DamagedData(f"{path.name} at {found.damage.offset}: {found.damage.reason}")
+        if not found.frames or found.frames[-1].op != framing.END:
+            raise DamagedData(f"{path.name} at {found.valid_bytes}: the file is cut")
+        end = found.frames[-1]
+        if end.payload_offset + len(end.payload) != file.size():
+            raise DamagedData(f"{path.name}: bytes behind the end")
+        if _COUNT.unpack(end.payload)[0] != len(found.frames) - 1:
+            raise DamagedData(f"{path.name}: the end counts other records")
+        self._apply(found.frames[:-1], path)
+        return found.covered_lsn
+
+    def _replay(self, covered: int, lost: bool) -> tuple[int, int]:
+        """Last LSN and how many records were applied; cuts a torn end off the log."""
+        path = self.paths.wal
+        if not path.exists():
+            return covered, 0
+        file = FileHandle(path, os.O_RDWR)
+        found = framing.scan(file.mapped(), WAL_MAGIC, path.name)
+        if found.damage is not None:
+            reason = f"{path.name} at {found.damage.offset}: {found.damage.reason}"
+            self._damage(path, DamagedData(reason), keep=True)
+        frames = [frame for frame in found.frames if frame.lsn > covered]
+        if frames and frames[0].lsn != covered + 1 and not lost:
+            reason = f"{path.name}: records {covered + 1} to {frames[0].lsn - 1} are missing"
+            self._damage(path, DamagedData(reason), keep=True)
+            frames = []
+        if found.torn_bytes:
+            self.notes.append(f"{path.name}: torn end of {found.torn_bytes} bytes cut off")
+        last = found.frames[-1].lsn if found.frames else 0
+        try:
+            self._apply(frames, path)
+        except DamagedData as error:
+            self._damage(path, error, keep=True)
+        if found.valid_bytes < file.size():
+            os.ftruncate(file.fd, found.valid_bytes)
+        return max(covered, last), len(frames)
+
+    def _apply(self, frames: Sequence[framing.Frame], path: Path) -> None:
+        batches = Assembler()
+        for frame in frames:
+            try:
+                for one in batches.add(frame.op, frame.payload):
+                    self.data.apply(one)
+            except DamagedData as error:
+                raise DamagedData(f"{path.name} record {frame.lsn}: {error}") from error
+
+    def _damage(self, path: Path, error: DamagedData, keep: bool) -> None:
+        """Refuse, or with salvage set the file, or a copy of it, aside and go on."""
+        if not self.salvage:
+            raise error
+        aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+        if keep:
+            shutil.copyfile(path, aside)
+            aside.chmod(FILE_MODE)
+        else:
+            os.replace(path, aside)
+        note = f"{error}; the file is kept as {aside.name}"
+        self.notes.append(note)
+        log.warning("%s", note)
