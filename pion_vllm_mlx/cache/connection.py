@@ -222,6 +222,13 @@ class RespConnection:
         return state.channel
 
 
+def info_fields(reply: Reply) -> dict[str, str]:
+    """The fields of an INFO reply; none of anything else."""
+    text = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else ""
+    pairs = (line.partition(":") for line in text.splitlines())
+    return {name: value for name, separator, value in pairs if separator}
+
+
 def _plain(reply: Reply) -> Reply:
     """The reply with ``bytes`` in place of long bulk strings' memory."""
     if isinstance(reply, memoryview):

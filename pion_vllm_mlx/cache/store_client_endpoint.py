@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from pion_vllm_mlx.cache.connection import Address, RespConnection
+from pion_vllm_mlx.cache.connection import Address, RespConnection, info_fields
 from pion_vllm_mlx.cache.embedded import EmbeddedServer, attach
 from pion_vllm_mlx.errors import CommandError, ConfigError, PionError, StoreUnavailable
 
@@ -163,10 +163,7 @@ class Endpoint:
 
 
 def _server_info(connection: RespConnection) -> dict[str, str]:
-    reply = connection.command("INFO", "server")
-    text = reply.decode("utf-8", "replace") if isinstance(reply, bytes) else str(reply)
-    pairs = (line.partition(":") for line in text.splitlines())
-    return {name: value for name, separator, value in pairs if separator}
+    return info_fields(connection.command("INFO", "server"))
 
 
 def _is_own_socket(path: str) -> bool:
