@@ -46,13 +46,11 @@ class Format(ABC):
     """How rows of float32 values become stored bytes, and come back.
 
     Every row is converted by itself: its bytes depend on its values alone.
-    ``lossless`` formats keep every bit pattern of their own element type. ``block``
-    is the number of values that share parameters: a width has to be its multiple.
+    ``block`` is the number of values that share parameters: a width has to be its multiple.
     Formats are immutable and may be used from any thread.
     """
 
     name: str
-    lossless = False
     block = 1
 
     @abstractmethod
@@ -136,7 +134,6 @@ class Format(ABC):
 class FloatFormat(Format):
     """One floating point number a value, of ``item_bytes`` bytes, by safetensors' name."""
 
-    lossless = True
     item_bytes: int
     dtype: str
 

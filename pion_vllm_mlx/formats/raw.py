@@ -9,7 +9,6 @@ from pion_vllm_mlx.formats.base import Bytes, Floats, Format, Part
 class Raw(Format):
     """Wire row: ``bytes_per_row`` bytes, whatever the width says."""
 
-    lossless = True
 
     def __init__(self, bytes_per_row: int) -> None:
         self.name = f"raw:{bytes_per_row}"
