@@ -12,6 +12,8 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -141,8 +143,13 @@ class Recovery:
             with self._guard(self.paths.vstore):
                 snapshot.unpack_portable(self.paths.vstore, self.paths.segments)
 
-    def _guard(self, path: Path, keep: bool = False) -> _Guard:
-        return _Guard(self, path, keep)
+    @contextmanager
+    def _guard(self, path: Path, keep: bool = False) -> Iterator[None]:
+        """Damage found in the block is a refusal or, with salvage, a file set aside."""
+        try:
+            yield
+        except DamagedData as error:
+            self.damage(path, error, keep)
 
     def _replay(self, files: _Log) -> tuple[Wal, int]:
         covered, lost = 0, True
@@ -275,21 +282,3 @@ def _up_to_unknown(found: framing.Scan) -> framing.Scan:
             damage = framing.Damage(at, f"unknown operation {frame.op}")
             return framing.Scan(found.frames[:index], found.covered_lsn, at, 0, damage)
     return found
-
-
-class _Guard:
-    """Turns damage of one file into a refusal or, with salvage, a file set aside."""
-
-    def __init__(self, recovery: Recovery, path: Path, keep: bool) -> None:
-        self.recovery = recovery
-        self.path = path
-        self.keep = keep
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, DamagedData):
-            self.recovery.damage(self.path, error, self.keep)
-            return True
-        return False
