@@ -95,3 +95,14 @@ def head_major(given: Mapping[str, list[Arg]], encoding: str, where: str) -> boo
     if wanted and encoding != "STORED":
         raise CommandError(f"{where}: LAYOUT HND needs FMT STORED")
     return wanted
+
+
+def at_most(args: Sequence[Arg], count: int, where: str) -> None:
+    """Raise CommandError for more than ``count`` words, the name included."""
+    if len(args) > count:
+        raise CommandError(f"wrong number of arguments for '{where.lower()}' command")
+
+
+def lines(**fields: object) -> str:
+    """Fields of an INFO-like reply, one a line."""
+    return "".join(f"{name}:{value}\r\n" for name, value in fields.items())

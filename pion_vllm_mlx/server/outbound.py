@@ -12,10 +12,11 @@ import os
 import select
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.files import FileHandle, pread_exactly
 from pion_vllm_mlx.server.store.index import Place, place_file
 
@@ -25,6 +26,7 @@ GATHER_BYTES = 64 << 10
 PATIENCE_MS = 20
 #: bytes after which a thread lets others have a turn.
 TURN_BYTES = 16 << 20
+MAX_REPLY_BYTES = 1 << 30
 
 
 class FileRange(NamedTuple):
@@ -75,6 +77,27 @@ def zeros(length: int) -> Chunk:
             yield window[: length - offset]
 
     return bytes(length) if length <= GATHER_BYTES else Computed(length, windows)
+
+
+def in_memory(pieces: Sequence[memoryview | bytes]) -> Computed:
+    """Pieces that lie in memory, sent from where they are; they must not change."""
+    return Computed(sum(len(piece) for piece in pieces), lambda: iter(pieces))
+
+
+def bulk_in_memory(pieces: Sequence[memoryview | bytes]) -> bytes | Stream:
+    """One bulk string of pieces, bytes each: joined when short, else a stream.
+
+    Raises CommandError where it is longer than a reply may be.
+    """
+    length = sum(len(piece) for piece in pieces)
+    if length > MAX_REPLY_BYTES:
+        raise CommandError(f"a reply of {length} bytes is too long")
+    if length <= GATHER_BYTES:
+        return b"".join(pieces)
+    stream = Stream()
+    stream.bulk([in_memory(pieces)])
+    stream.payload_bytes = 0
+    return stream
 
 
 def file_range(place: Place, offset: int, length: int) -> FileRange:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.long_arguments import LongArguments
+from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.store.index import Session, group_of
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
@@ -78,6 +80,11 @@ class Export:
     crc: int
 
 
+def _ids_since_now() -> Iterator[int]:
+    """Numbers that no earlier process gave out: from the start time in µs on."""
+    return itertools.count(time.time_ns() // 1000)
+
+
 @dataclass
 class Server:
     """Everything that lives as long as the process."""
@@ -87,6 +94,7 @@ class Server:
     ledger: Ledger
     pool: WindowPool
     long_arguments: LongArguments = field(default_factory=LongArguments)
+    memory: MemoryStores = field(default_factory=MemoryStores)
     port: int = 0
     clients: dict[int, Client] = field(default_factory=dict)
     connections: dict[int, Any] = field(default_factory=dict)
@@ -96,6 +104,7 @@ class Server:
     connections_total: int = 0
     commands_total: int = 0
     last_save: int = 0
+    rollback_ids: Iterator[int] = field(default_factory=_ids_since_now)
 
     def sessions_changed(self, sids: Iterable[bytes]) -> None:
         """Delete the exported files of sessions that changed; who has one open keeps it.

@@ -1,0 +1,102 @@
+"""STATE.*: fixed-size slots, overwritten in place; memory only."""
+
+from __future__ import annotations
+
+from pion_vllm_mlx.server import arguments
+from pion_vllm_mlx.server.command import Reply, command
+from pion_vllm_mlx.server.memory.state_slots import MAX_SLOT_BYTES, MAX_SLOTS, Slot
+from pion_vllm_mlx.server.outbound import bulk_in_memory
+from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.wire.resp import Arg, Simple
+
+OK = Simple("OK")
+#: what is copied without leaving the event loop.
+_SHORT_COPY_BYTES = 1 << 20
+_INT64 = 1 << 63
+
+
+@command(
+    "STATE.ALLOC",
+    -3,
+    "Makes a slot of so many zero bytes, fixed or a ring.",
+    kvcache=True,
+    keys=(1, 1),
+    any_prefix=True,
+    grows=True,
+)
+def state_alloc(context: Context, args: list[Arg]) -> Reply:
+    slot_id = arguments.sid(args[1])
+    size = arguments.integer(args[2], "size", 1, MAX_SLOT_BYTES)
+    given = arguments.options(args[3:], {"MODE": 1}, "STATE.ALLOC")
+    mode = "FIXED"
+    if given:
+        mode = arguments.choice(given["MODE"][0], ("FIXED", "RING"), "STATE.ALLOC: MODE")
+    context.server.memory.states.alloc(slot_id, size, mode == "RING")
+    return OK
+
+
+def _place(context: Context, args: list[Arg], length: int) -> tuple[Slot, int]:
+    """The slot of a command and where ``length`` bytes at its offset begin."""
+    slot = context.server.memory.states.get(arguments.sid(args[1]))
+    offset = arguments.integer(args[2], "offset", -_INT64, _INT64 - 1)
+    return slot, slot.place(offset, length)
+
+
+@command(
+    "STATE.WRITE",
+    4,
+    "Overwrites bytes of a slot; a ring wraps.",
+    kvcache=True,
+    keys=(1, 1),
+    any_prefix=True,
+    grows=True,
+    long_arguments=True,
+)
+async def state_write(context: Context, args: list[Arg]) -> Reply:
+    data = arguments.data(args[3])
+    slot, at = _place(context, args, len(data))
+    async with slot.lock:
+        if len(data) <= _SHORT_COPY_BYTES:
+            slot.write(at, data)
+        else:
+            await context.store.run(lambda: slot.write(at, data))
+    return len(data)
+
+
+@command(
+    "STATE.READ",
+    4,
+    "Bytes of a slot; a ring wraps.",
+    kvcache=True,
+    keys=(1, 1),
+    any_prefix=True,
+)
+async def state_read(context: Context, args: list[Arg]) -> Reply:
+    length = arguments.integer(args[3], "length", 1, _INT64 - 1)
+    slot, at = _place(context, args, length)
+    async with slot.lock:
+        if length <= _SHORT_COPY_BYTES:
+            copy = slot.read(at, length)
+        else:
+            copy = await context.store.run(lambda: slot.read(at, length))
+    return bulk_in_memory([copy])
+
+
+@command("STATE.FREE", 2, "Forgets a slot.", kvcache=True, keys=(1, 1), any_prefix=True)
+def state_free(context: Context, args: list[Arg]) -> Reply:
+    return int(context.server.memory.states.free(arguments.sid(args[1])))
+
+
+@command("STATE.INFO", -1, "The slots in numbers, or one of them.", kvcache=True)
+def state_info(context: Context, args: list[Arg]) -> Reply:
+    arguments.at_most(args, 2, "STATE.INFO")
+    states = context.server.memory.states
+    if len(args) == 1:
+        return arguments.lines(enabled=1, sessions=len(states.slots), max_sessions=MAX_SLOTS)
+    slot = states.get(arguments.sid(args[1]))
+    return arguments.lines(
+        size=slot.size,
+        mode="ring" if slot.ring else "fixed",
+        bytes_written=slot.bytes_written,
+        bytes_read=slot.bytes_read,
+    )
