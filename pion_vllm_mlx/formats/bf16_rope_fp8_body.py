@@ -20,6 +20,8 @@ BF16_ROPE_FP8_BODY = "bf16_rope_fp8_body"
 class Bf16RopeFp8Body(Format):
     """``rope`` values of two bytes, then blocks of fp8; 0 < rope < W."""
 
+    block = BLOCK
+
     def __init__(self, rope: int) -> None:
         self.name = f"{BF16_ROPE_FP8_BODY}:{rope}"
         self.rope = rope

@@ -9,11 +9,31 @@ from pion_vllm_mlx.formats import get_format, resolve
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Effect, Reply, command
 from pion_vllm_mlx.server.commands.kv_prefix import kv_prefix_info, same_schema
+from pion_vllm_mlx.server.commands.vstore_schema import (
+    DEFAULT_FORMAT,
+    MAX_WIDTH,
+    parse_schema,
+    split_name,
+)
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.eviction import drop_session
 from pion_vllm_mlx.server.store.index import Session
 from pion_vllm_mlx.server.store.records import Create, Record
 from pion_vllm_mlx.wire.resp import Arg
+
+
+def _asked(args: list[Arg]) -> Create:
+    """The session that a V.CREATE describes. Raises CommandError."""
+    sid = arguments.sid(args[1])
+    if len(args) > 3 and arguments.word(args[3]).upper() == b"SCHEMA":
+        dim = arguments.integer(args[2], "default_dim", 0, MAX_WIDTH)
+        return parse_schema(sid, dim, args[4:])
+    dim = arguments.integer(args[2], "dim", 1, MAX_WIDTH)
+    given = arguments.options(args[3:], {"VQUANT": 1}, "V.CREATE")
+    requested = DEFAULT_FORMAT
+    if "VQUANT" in given:
+        requested = get_format(arguments.word(given["VQUANT"][0]).decode("latin-1")).name
+    return Create(sid, dim, requested, resolve(requested, dim).name)
 
 
 @command(
@@ -26,13 +46,8 @@ from pion_vllm_mlx.wire.resp import Arg
     grows=True,
 )
 def v_create(context: Context, args: list[Arg]) -> Effect:
-    sid = arguments.sid(args[1])
-    dim = arguments.integer(args[2], "dim", 1, 65536)
-    given = arguments.options(args[3:], {"VQUANT": 1}, "V.CREATE")
-    requested = "int8"
-    if "VQUANT" in given:
-        requested = get_format(arguments.word(given["VQUANT"][0]).decode("latin-1")).name
-    record = Create(sid, dim, requested, resolve(requested, dim).name)
+    record = _asked(args)
+    sid = record.sid
     session = context.state.sessions.get(sid)
     if session is not None and same_schema(session, record):
         context.state.touch(session)
@@ -55,14 +70,16 @@ def _info(session: Session) -> str:
     lines = [
         f"session:{_shown(session.sid)}",
         f"dim:{session.dim}",
-        f"v_format:{first.fmt if first else session.fmt}",
+        f"v_format:{split_name(first.fmt if first else session.fmt)[0]}",
         f"schema:{'heterogeneous' if heterogeneous else 'uniform'}",
     ]
     lines += [f"layer_{n}_tokens:{rows.count}" for n, rows in sorted(session.layers.items())]
     if heterogeneous:
         for layer, spec in session.specs.items():
-            lines += [f"layer_{layer}_dim:{spec.width}", f"layer_{layer}_fmt:{spec.fmt}"]
-    lines += [f"bytes:{session.row_bytes()}", "snapshots:0"]
+            fmt, rope = split_name(spec.fmt)
+            lines += [f"layer_{layer}_dim:{spec.width}", f"layer_{layer}_fmt:{fmt}"]
+            lines += [f"layer_{layer}_rope:{rope}"] if rope else []
+    lines += [f"bytes:{session.row_bytes()}", f"snapshots:{len(session.rollback)}"]
     return "".join(line + "\r\n" for line in lines)
 
 
@@ -76,6 +93,15 @@ def v_info(context: Context, args: list[Arg]) -> Reply:
     return None if session is None else _info(session)
 
 
+@command(
+    "V.FREE",
+    -2,
+    "Frees sessions; another name of V.DROP.",
+    write=True,
+    kvcache=True,
+    keys=(1, -1),
+    extension=True,
+)
 @command(
     "V.DROP",
     -2,

@@ -45,7 +45,8 @@ def place_file(place: Place) -> FileHandle:
 class Run:
     """Consecutive rows of one layer that were stored together.
 
-    ``live`` counts the extents that still show part of it. ``place`` and ``shape``
+    ``live`` counts the extents that still show part of it; ``shown`` counts the rows from
+    its first on that no truncation has taken away. ``place`` and ``shape``
     never change: threads read them together. A run that moves is replaced by another.
     """
 
@@ -56,6 +57,7 @@ class Run:
     crc: int
     sent_crc: int
     verified: bool
+    shown: int
     live: int = 0
 
 
@@ -78,7 +80,7 @@ class LayerRows:
 
     def insert(self, run: Run) -> list[Run]:
         """Lay a run over what is there; the runs of which nothing is left."""
-        start, end = run.start, run.start + run.shape.rows
+        start, end = run.start, run.start + run.shown
         kept: list[Extent] = []
         touched: list[Run] = []
         for old in self.extents:
@@ -98,6 +100,22 @@ class LayerRows:
         self.extents = kept
         self.count = max(self.count, end)
         return list({id(old): old for old in touched if old.live == 0}.values())
+
+    def truncate(self, length: int) -> list[Run]:
+        """Let ``length`` be the token count, with no row behind it; the runs that went."""
+        runs = self.runs()
+        for run in runs:
+            # also where another run lies over its end: a snapshot keeps only what shows
+            run.shown = max(0, min(run.shown, length - run.start))
+        kept: list[Extent] = []
+        for old in self.extents:
+            if old.start < length:
+                kept.append(old._replace(end=min(old.end, length)))
+            else:
+                old.run.live -= 1
+        self.extents = kept
+        self.count = length
+        return [run for run in runs if run.live == 0]
 
     def replace_runs(self, moved: Mapping[int, Run]) -> None:
         """Show other runs, found by the number of the run whose place they take."""
@@ -135,7 +153,8 @@ class Session:
     """A V-store session: rows of one side, all layers.
 
     ``expects_head_major`` is the layout in which its last rows came: a guess, used to
-    receive long rows straight into their place.
+    receive long rows straight into their place. ``rollback`` holds the token counts of its
+    layers at each rollback point; they are in memory only.
     """
 
     sid: bytes
@@ -147,6 +166,7 @@ class Session:
     specs: dict[int, LayerSpec]
     accessed: int = 0
     expects_head_major: bool = True
+    rollback: dict[int, dict[int, int]] = field(default_factory=dict)
     layers: dict[int, LayerRows] = field(default_factory=dict)
 
     @property

@@ -83,7 +83,8 @@ class Rows(Record):
     ``crc`` covers the rows as stored, ``sent_crc`` the same rows as they travel
     in the storage format (they differ for formats of several parts only). A run is
     known by the sequence number of its first record; a snapshot, whose records are
-    numbered anew, carries it in ``run_id``.
+    numbered anew, carries it in ``run_id``, and in ``shown`` how many rows from the first
+    on a truncation has left (0: all).
     """
 
     op = 2
@@ -99,6 +100,7 @@ class Rows(Record):
     offset: int = 0
     blob: bytes | memoryview = b""
     run_id: int = 0
+    shown: int = 0
 
     @property
     def inline(self) -> bytes | memoryview:
@@ -106,6 +108,8 @@ class Rows(Record):
 
     def fields(self) -> dict[str, Any]:
         saved = {"run": self.run_id} if self.run_id else {}
+        if self.shown:
+            saved["shown"] = self.shown
         return {
             **saved,
             "sid": text(self.sid),
@@ -135,6 +139,7 @@ class Rows(Record):
             f["offset"],
             blob,
             f.get("run", 0),
+            f.get("shown", 0),
         )
 
 
@@ -153,6 +158,22 @@ class Drop(Record):
     @classmethod
     def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> Drop:
         return cls(tuple(raw(s) for s in f["sids"]), f["reason"], f["at"])
+
+
+@dataclass(frozen=True)
+class Truncate(Record):
+    """Layers of a session get these token counts; rows behind them are gone."""
+
+    op = 5
+    sid: bytes
+    lengths: dict[int, int]
+
+    def fields(self) -> dict[str, Any]:
+        return {"sid": text(self.sid), "lengths": self.lengths}
+
+    @classmethod
+    def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> Truncate:
+        return cls(raw(f["sid"]), {int(n): int(length) for n, length in f["lengths"].items()})
 
 
 @dataclass(frozen=True)
@@ -237,7 +258,9 @@ class DropStates(Record):
         return cls(tuple(raw(s) for s in f["sids"]), f["layer"])
 
 
-_PARSERS = {kind.op: kind.parse for kind in (Create, Rows, Drop, Seal, StoreState, DropStates)}
+_PARSERS = {
+    kind.op: kind.parse for kind in (Create, Rows, Drop, Seal, Truncate, StoreState, DropStates)
+}
 
 
 def is_known(op: int) -> bool:

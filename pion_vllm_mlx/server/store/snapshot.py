@@ -69,6 +69,7 @@ def _run_record(session: Session, layer: int, run: Run) -> records.Rows:
         offset,
         blob,
         run.run_id,
+        run.shown if run.shown < shape.rows else 0,
     )
 
 
@@ -88,6 +89,14 @@ def vstore_records(state: State) -> Iterator[records.Record]:
             if isinstance(run.place, InSegment):
                 segments[run.place.segment.name] = run.place.segment
             yield _run_record(session, layer, run)
+        # a truncation may leave a count that no run reaches
+        counts = {
+            layer: rows.count
+            for layer, rows in session.layers.items()
+            if rows.count > rows.extents[-1].end
+        }
+        if counts:
+            yield records.Truncate(session.sid, counts)
     for layers in state.states.values():
         for blob in layers.values():
             if isinstance(blob.place, InSegment):

@@ -78,6 +78,8 @@ class State:
             case records.Drop():
                 for sid in record.sids:
                     self._drop(sid, record.reason, record.at)
+            case records.Truncate():
+                self._truncate(record)
             case records.Seal():
                 self._seal(record)
             case records.StoreState():
@@ -138,13 +140,28 @@ class State:
         shape = RunShape(spec, record.rows, record.head_major, record.padded)
         place = self._place(record.segment, record.offset, group_of(record.sid), logged.place)
         run_id = record.run_id or logged.lsn
-        run = Run(run_id, record.start, shape, place, record.crc, record.sent_crc, self.fresh)
+        crcs = record.crc, record.sent_crc
+        shown = record.shown or record.rows
+        run = Run(run_id, record.start, shape, place, *crcs, self.fresh, shown)
         layer = session.layers.setdefault(record.layer, LayerRows(spec))
         if isinstance(place, Inline):
             self.inline_runs[run_id] = InlineRun(group_of(record.sid), layer, run)
         for dead in layer.insert(run):
             self._forget_run(dead)
         self.touch(session)
+
+    def _truncate(self, record: records.Truncate) -> None:
+        session = self.sessions.get(record.sid)
+        if session is None:
+            raise DamagedData(f"truncation of unknown session {record.sid!r}")
+        for number, length in record.lengths.items():
+            layer = session.layers.get(number)
+            if layer is None:
+                continue
+            for dead in layer.truncate(length):
+                self._forget_run(dead)
+            if not layer.extents:
+                del session.layers[number]
 
     def _place(self, name: str, offset: int, group: bytes, inline: Inline | None) -> Place:
         if name:

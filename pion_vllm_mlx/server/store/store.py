@@ -27,7 +27,7 @@ from pion_vllm_mlx.server.store.eviction import (
 )
 from pion_vllm_mlx.server.store.files import publish, raise_file_limit
 from pion_vllm_mlx.server.store.index import Run, Session, StateBlob
-from pion_vllm_mlx.server.store.records import Create, Drop, Record, Rows
+from pion_vllm_mlx.server.store.records import Create, Drop, Record, Rows, Truncate
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
 from pion_vllm_mlx.server.store.rows import verify_run
 from pion_vllm_mlx.server.store.sealing import SealJob, begin_seal
@@ -323,7 +323,7 @@ class Store:
 def sessions_of(effect: Record) -> tuple[bytes, ...]:
     """The V-store sessions that a record changes."""
     match effect:
-        case Rows() | Create():
+        case Rows() | Create() | Truncate():
             return (effect.sid,)
         case Drop():
             return effect.sids
