@@ -93,6 +93,8 @@ class Connection(asyncio.BufferedProtocol):
             dispatch.release(args)
         self.parser.commands.clear()
         dispatch.release(self.parser.abandon())
+        if self.client is not None:
+            self.server.keyspace.unwatch(self.client.watch)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         window = self.parser.get_buffer()

@@ -52,6 +52,8 @@ class Command:
     arguments are namespaces or sessions (first, last, −1 = to the end), for guards;
     with ``any_prefix`` they are not held against --ns-prefix. ``long_arguments``: an
     argument may be long, lives in memory, and is read with ``arguments.data``.
+    ``keyspace``: works on plain keys, one in ``key_step`` arguments; what it writes goes
+    to their log. ``at_once``: is not queued by MULTI.
     """
 
     name: str
@@ -69,9 +71,14 @@ class Command:
     open_bulk: OpenBulk | None = None
     long_arguments: bool = False
     any_prefix: bool = False
+    keyspace: bool = False
+    key_step: int = 1
+    at_once: bool = False
 
     @property
     def group(self) -> str:
+        if self.keyspace:
+            return "keyspace"
         return self.name.rpartition(".")[0] or "connection"
 
     def accepts(self, count: int) -> bool:

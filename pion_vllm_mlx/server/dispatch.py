@@ -86,10 +86,18 @@ def open_bulk(context: Context, args: list[Arg], length: int) -> BulkTarget:
 
 def execute(context: Context, args: list[Arg]) -> Reply | Awaitable[Reply]:
     """Run one command; a refusal raises CommandError, here or when awaited."""
-    command = find(args)
-    guard(command, context, args)
-    context.client.last_command = command.name.lower()
-    context.client.active = time.monotonic()
+    transaction = context.client.transaction
+    try:
+        command = find(args)
+        guard(command, context, args)
+        context.client.last_command = command.name.lower()
+        context.client.active = time.monotonic()
+        if transaction is not None and not command.at_once:
+            return transaction.queue(command, args)
+    except CommandError:
+        if transaction is not None:
+            transaction.broken = True
+        raise
     if command.write:
         return _write(command, context, args)
     result: Reply | Awaitable[Reply] = command.handler(context, _plain(command, args))
@@ -117,7 +125,8 @@ async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
 
     applied = False
     try:
-        await context.store.commit(build)
+        owner = context.server.keyspace if command.keyspace else context.store
+        await owner.commit(build)
         applied = True
     finally:
         if prepared is not None:

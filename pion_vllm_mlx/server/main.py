@@ -20,9 +20,11 @@ from pion_vllm_mlx.errors import CommandError, ConfigError, DataFolderBusy, Pion
 from pion_vllm_mlx.server import commands as commands  # fills the command table
 from pion_vllm_mlx.server import options
 from pion_vllm_mlx.server.app import Connection
+from pion_vllm_mlx.server.binary_lane import BinaryConnection
 from pion_vllm_mlx.server.commands.export import remove_old_exports
 from pion_vllm_mlx.server.folder import DataFolder
 from pion_vllm_mlx.server.inbound import WindowPool
+from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.session import Server, ServerConfig
 from pion_vllm_mlx.server.store.files import DIRECTORY_MODE
@@ -64,8 +66,15 @@ def _clear_socket(path: Path) -> None:
         raise ConfigError(f"--unixsocket: {path} exists and is not a socket")
 
 
+def _binary_port(config: ServerConfig) -> int:
+    """The port after the RESP port; any free one beside any free one. Raises ConfigError."""
+    if config.port == 65_535:
+        raise ConfigError("--port 65535: the binary lane needs the port after it")
+    return config.port + 1 if config.port else 0
+
+
 async def _listen(server: Server) -> list[asyncio.Server]:
-    """Bind TCP and, where wanted, the Unix socket. Raises OSError."""
+    """Bind TCP, the binary lane and, where wanted, the Unix socket. Raises OSError, ConfigError."""
     config = server.config
     loop = asyncio.get_running_loop()
     tcp = await loop.create_server(
@@ -73,6 +82,12 @@ async def _listen(server: Server) -> list[asyncio.Server]:
     )
     listeners = [tcp]
     server.port = tcp.sockets[0].getsockname()[1]
+    if config.kvcache and not config.embedded:
+        lane = await loop.create_server(
+            lambda: BinaryConnection(server), config.address, _binary_port(config), backlog=1024
+        )
+        listeners.append(lane)
+        server.binary_port = lane.sockets[0].getsockname()[1]
     if config.unixsocket is not None:
         _clear_socket(config.unixsocket)
         old = os.umask(0o177)
@@ -107,6 +122,23 @@ async def _housekeeping(server: Server) -> None:
                 connection.abort()
 
 
+async def _keyspace_chores(server: Server) -> None:
+    """Once a tick: delete keys past their deadline, flush their log, save a long one."""
+    keyspace, config = server.keyspace, server.config
+    last_flush = time.monotonic()
+    next_save = 0.0
+    while True:
+        await asyncio.sleep(_TICK_SECONDS)
+        now = time.monotonic()
+        await _guarded("deleting old keys", keyspace.reap)
+        if config.appendfsync == "everysec" and now - last_flush >= 1.0 and keyspace.flush_soon():
+            last_flush = now
+            await _guarded("flushing", keyspace.flush)
+        if now >= next_save and keyspace.save_soon(QUIET_SECONDS):
+            saved = await _guarded("saving", keyspace.save)
+            next_save = now + (0 if saved else SAVE_RETRY_SECONDS)
+
+
 async def _guarded(what: str, work: Callable[[], Awaitable[None]]) -> bool:
     """Whether it went well: a failing disk must not end housekeeping."""
     try:
@@ -134,14 +166,17 @@ async def _until_deserted(server: Server, defaults: EmbeddedDefaults) -> None:
 async def serve(config: ServerConfig, folder: DataFolder) -> None:
     """Run until told to stop. Raises PionError or OSError when it cannot start."""
     store = Store(store_config(config))
-    for note in store.replayed.notes:
+    keyspace = Keyspace.open(store_config(config))
+    for note in [*store.replayed.notes, *keyspace.notes]:
         log.warning("%s", note)
     if store.replayed.vstore:
         print(f"V-store WAL replayed: {store.replayed.vstore} records", flush=True)
     if store.replayed.ssm:
         print(f"SSM WAL replayed: {store.replayed.ssm} records", flush=True)
+    if keyspace.replayed:
+        print(f"keyspace log replayed: {keyspace.replayed} records", flush=True)
     remove_old_exports(config)
-    server = Server(config, store, Ledger(), WindowPool())
+    server = Server(config, store, Ledger(), WindowPool(), keyspace=keyspace)
     store.on_change = server.sessions_changed
     listeners = await _listen(server)
     socket_path = str(config.unixsocket) if config.unixsocket else None
@@ -150,7 +185,7 @@ async def serve(config: ServerConfig, folder: DataFolder) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stopping.set)
-    chores = [loop.create_task(_housekeeping(server))]
+    chores = [loop.create_task(work(server)) for work in (_housekeeping, _keyspace_chores)]
     if config.embedded:
         deserted = loop.create_task(_until_deserted(server, EmbeddedDefaults()))
         deserted.add_done_callback(lambda task: server.stopping.set())
@@ -176,6 +211,7 @@ async def _stop(
     for connection in list(server.connections.values()):
         connection.close()
     await asyncio.sleep(0)
+    await server.keyspace.close()
     await server.store.close()
 
 

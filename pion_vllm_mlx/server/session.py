@@ -9,16 +9,22 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.inbound import WindowPool
+from pion_vllm_mlx.server.keyspace.data import Data
+from pion_vllm_mlx.server.keyspace.keyspace import Keyspace, Watch
+from pion_vllm_mlx.server.keyspace.view import View
 from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.long_arguments import LongArguments
 from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.store.index import Session, group_of
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
+
+if TYPE_CHECKING:
+    from pion_vllm_mlx.server.transactions import Transaction
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class Client:
     connected: float = field(default_factory=time.monotonic)
     active: float = field(default_factory=time.monotonic)
     close_after_reply: bool = False
+    transaction: Transaction | None = None
+    watch: Watch = field(default_factory=Watch)
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,9 @@ class Server:
     pool: WindowPool
     long_arguments: LongArguments = field(default_factory=LongArguments)
     memory: MemoryStores = field(default_factory=MemoryStores)
+    keyspace: Keyspace = field(default_factory=Keyspace)
     port: int = 0
+    binary_port: int = 0
     clients: dict[int, Client] = field(default_factory=dict)
     connections: dict[int, Any] = field(default_factory=dict)
     prefill_ms: dict[bytes, int] = field(default_factory=dict)
@@ -120,11 +130,21 @@ class Server:
 
 @dataclass(frozen=True)
 class Context:
-    """One command's surroundings. ``when_room`` resumes a paused connection."""
+    """One command's surroundings. ``when_room`` resumes a paused connection.
+
+    ``overlay`` stands for the keys inside of a transaction.
+    """
 
     server: Server
     client: Client
     when_room: Callable[[], None] = lambda: None
+    overlay: Data | None = None
+
+    @property
+    def keys(self) -> View:
+        """The plain keys at this moment."""
+        keyspace = self.server.keyspace
+        return View(keyspace.data if self.overlay is None else self.overlay, keyspace.now)
 
     @property
     def store(self) -> Store:

@@ -35,9 +35,17 @@ class Set(list["Value"]):
     __slots__ = ()
 
 
+class NullArray:
+    """Nothing where an array is due: a null array in RESP2, ``_`` in RESP3."""
+
+    __slots__ = ()
+
+
+NULL_ARRAY = NullArray()
+
 Value: TypeAlias = (
     "Simple | str | bytes | bytearray | memoryview | int | float | None"
-    " | CommandError | Map | Set | Sequence[Value]"
+    " | CommandError | Map | Set | NullArray | Sequence[Value]"
 )
 
 
@@ -125,7 +133,12 @@ def _encode(value: Value, proto: int, out: list[bytes]) -> None:
         _encode_many(value, proto, out)
 
 
-def _encode_many(value: Map | Set | Sequence[Value], proto: int, out: list[bytes]) -> None:
+def _encode_many(
+    value: Map | Set | NullArray | Sequence[Value], proto: int, out: list[bytes]
+) -> None:
+    if isinstance(value, NullArray):
+        out.append(nil(proto) if proto >= 3 else b"*-1\r\n")
+        return
     if isinstance(value, Map):
         out.append(map_header(len(value), proto))
         for key, item in value:

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from pion_vllm_mlx.wire.encode import (
     CRLF,
+    NULL_ARRAY,
     Map,
+    NullArray,
     Set,
     Simple,
     Value,
@@ -54,12 +56,14 @@ from pion_vllm_mlx.wire.requests import (
 __all__ = [
     "CRLF",
     "INLINE_BULK_BYTES",
+    "NULL_ARRAY",
     "Arg",
     "BulkTarget",
     "DiscardBulk",
     "Limits",
     "Map",
     "MemoryBulk",
+    "NullArray",
     "OpenBulk",
     "OpenReplyBulk",
     "Part",

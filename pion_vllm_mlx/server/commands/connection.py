@@ -160,7 +160,8 @@ def _info(entry: Command) -> Reply:
     flags = ["write"] if entry.write else ["readonly"]
     first, last = entry.keys or (0, 0)
     flags_of: list[Reply] = [Simple(flag) for flag in flags]
-    return [entry.name.lower(), entry.arity, flags_of, first, last, 1 if entry.keys else 0]  # type: ignore[list-item]
+    step = entry.key_step if entry.keys else 0
+    return [entry.name.lower(), entry.arity, flags_of, first, last, step]  # type: ignore[list-item]
 
 
 def _doc(entry: Command) -> Map:
@@ -217,16 +218,17 @@ def config(context: Context, args: list[Arg]) -> Reply:
     )
 
 
-@command("QUIT", 1, "Closes the connection.", no_auth=True)
+@command("QUIT", 1, "Closes the connection.", no_auth=True, at_once=True)
 def quit_connection(context: Context, args: list[Arg]) -> Reply:
     context.client.close_after_reply = True
     return OK
 
 
-@command("RESET", 1, "Puts the connection back to its first state.", no_auth=True)
+@command("RESET", 1, "Puts the connection back to its first state.", no_auth=True, at_once=True)
 def reset(context: Context, args: list[Arg]) -> Reply:
     me = context.client
-    me.proto, me.name, me.authenticated = 2, b"", False
+    me.proto, me.name, me.authenticated, me.transaction = 2, b"", False, None
+    context.server.keyspace.unwatch(me.watch)
     return Simple("RESET")
 
 
@@ -239,29 +241,15 @@ def shutdown(context: Context, args: list[Arg]) -> Reply:
     return OK
 
 
-@command("DBSIZE", 1, "Number of plain keys.")
-def dbsize(context: Context, args: list[Arg]) -> Reply:
-    return 0
-
-
-@command("FLUSHALL", -1, "Removes every plain key; prefixes stay.")
-def flushall(context: Context, args: list[Arg]) -> Reply:
-    return OK
-
-
-@command("FLUSHDB", -1, "Removes every plain key; prefixes stay.")
-def flushdb(context: Context, args: list[Arg]) -> Reply:
-    return OK
-
-
-@command("SAVE", 1, "Brings everything acknowledged to stable storage.")
+@command("SAVE", 1, "Snapshots the keys; brings everything acknowledged to stable storage.")
 async def save(context: Context, args: list[Arg]) -> Reply:
+    await context.server.keyspace.save()
     await context.store.flush()
     context.server.last_save = int(time.time())
     return OK
 
 
-@command("BGSAVE", -1, "As SAVE; the answer does not wait.")
+@command("BGSAVE", -1, "As SAVE.")
 async def bgsave(context: Context, args: list[Arg]) -> Reply:
     await save(context, args)
     return Simple("Background saving started")

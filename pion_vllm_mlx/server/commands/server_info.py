@@ -36,6 +36,7 @@ def _server(server: Server) -> list[tuple[str, object]]:
         ("pion_version", f"{__version__}+python"),
         ("process_id", os.getpid()),
         ("tcp_port", server.port),
+        ("binary_port", server.binary_port),
         ("uptime_in_seconds", server.ledger.uptime()),
         ("unix_socket", server.config.unixsocket or ""),
         ("config_dir", server.config.folder),
@@ -47,6 +48,7 @@ def _memory(server: Server) -> list[tuple[str, object]]:
     return [
         ("used_memory", now),
         ("used_memory_peak", peak),
+        ("memory_store_bytes", server.memory.stored_bytes),
         ("maxmemory", 0),
         ("maxmemory_policy", "noeviction"),
         ("maxmemory_refusing_writes", 0),
@@ -74,6 +76,7 @@ def _persistence(server: Server) -> list[tuple[str, object]]:
         ("appendfsync", server.config.appendfsync),
         ("wal_bytes", server.store.vstore_wal.size),
         ("ssm_wal_bytes", server.store.ssm_wal.size),
+        ("keyspace_wal_bytes", server.keyspace.wal_bytes),
     ]
 
 
@@ -86,7 +89,9 @@ def _pion(server: Server) -> list[tuple[str, object]]:
 
 
 def _keyspace(server: Server) -> list[tuple[str, object]]:
-    return []
+    data, now = server.keyspace.data, server.keyspace.now
+    count = data.size(now)
+    return [("db0", f"keys={count},expires={data.timed(now)},avg_ttl=0")] if count else []
 
 
 _SECTIONS = {

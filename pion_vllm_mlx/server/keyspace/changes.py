@@ -128,9 +128,7 @@ def encode(changes: Iterable[Change]) -> bytes:
 
 def size_of(changes: Iterable[Change]) -> int:
     """How many bytes ``encode`` makes."""
-    return sum(
-        _HEAD.size + sum(_LENGTH.size + len(part) for part in one.parts) for one in changes
-    )
+    return sum(_HEAD.size + sum(_LENGTH.size + len(part) for part in one.parts) for one in changes)
 
 
 def decode(data: bytes | memoryview) -> Iterator[Change]:

@@ -339,13 +339,14 @@ class _Layer(MutableMapping[bytes, Entry]):
 class Overlay(Data):
     """The keys as they would be after changes that are not made yet."""
 
-    def __init__(self, below: Data) -> None:
+    def __init__(self, below: Data, now: int) -> None:
         super().__init__()
+        self._now = now
         self._layer = _Layer(below.entries)
         self.entries = self._layer
 
     def _writable(self, key: bytes) -> Entry | None:
-        entry = self.entries.get(key)
+        entry = self.find(key, self._now)
         if entry is not None and key not in self._layer.own:
             entry = Entry(copy_of(entry.value), entry.deadline, entry.serial)
             self.entries[key] = entry

@@ -56,8 +56,6 @@ class Keyspace:
         self.notes = found.notes if found else []
         self.last_write = time.monotonic()
         self.clock: Callable[[], int] = _unix_ms
-        #: bytes of long arguments on their way in, over all connections.
-        self.arriving_bytes = 0
         self._moment: int | None = None
         self._watchers: dict[bytes, set[Watch]] = {}
         self._lock = asyncio.Lock()
@@ -77,6 +75,10 @@ class Keyspace:
     def now(self) -> int:
         """Unix milliseconds; while a write is worked out, always the same."""
         return self.clock() if self._moment is None else self._moment
+
+    @property
+    def wal_bytes(self) -> int:
+        return 0 if self.wal is None else self.wal.size
 
     async def commit(self, build: Callable[[], Sequence[Record]]) -> None:
         """Check and log one command's changes, then apply them.

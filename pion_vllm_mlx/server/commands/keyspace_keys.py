@@ -1,0 +1,217 @@
+"""Keys as such: existence, deadlines, names."""
+
+from __future__ import annotations
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.arguments import word
+from pion_vllm_mlx.server.command import Effect, Reply
+from pion_vllm_mlx.server.keyspace.changes import Change, Verb, change
+from pion_vllm_mlx.server.keyspace.glob import compiled
+from pion_vllm_mlx.server.keyspace.values import kind_of
+from pion_vllm_mlx.server.keyspace_command import (
+    INT64,
+    integer,
+    keywords,
+    reads,
+    syntax_error,
+    writes,
+)
+from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.wire.resp import Arg, Simple
+
+OK = Simple("OK")
+#: keys that one step of SCAN looks at, at least: a small keyspace needs one step.
+_SCAN_STEP = 1000
+_MAX_SCAN_STEP = 1_000_000
+
+
+def _delete(context: Context, args: list[Arg]) -> Effect:
+    view = context.keys
+    names = dict.fromkeys(word(arg) for arg in args[1:])
+    there = [name for name in names if view.entry(name) is not None]
+    return Effect([change(Verb.DELETE, *there)] if there else [], len(there))
+
+
+@writes("DEL", -2, "Removes keys; how many there were.", keys=(1, -1))
+def delete(context: Context, args: list[Arg]) -> Effect:
+    return _delete(context, args)
+
+
+@writes("UNLINK", -2, "As DEL.", keys=(1, -1))
+def unlink(context: Context, args: list[Arg]) -> Effect:
+    return _delete(context, args)
+
+
+@reads("EXISTS", -2, "How many of the keys are there.", keys=(1, -1))
+def exists(context: Context, args: list[Arg]) -> Reply:
+    view = context.keys
+    return sum(1 for arg in args[1:] if view.entry(word(arg)) is not None)
+
+
+@reads("TYPE", 2, "The kind of a key's value, or none.")
+def type_of(context: Context, args: list[Arg]) -> Reply:
+    entry = context.keys.entry(word(args[1]))
+    return Simple("none" if entry is None else kind_of(entry.value))
+
+
+@writes("RENAME", 3, "Gives a key another name.", keys=(1, 2))
+def rename(context: Context, args: list[Arg]) -> Effect:
+    old, new = word(args[1]), word(args[2])
+    if context.keys.entry(old) is None:
+        raise CommandError("no such key")
+    return Effect([change(Verb.RENAME, old, new)], OK)
+
+
+# -- deadlines -----------------------------------------------------------------
+
+
+def deadline_after(now: int, amount: int, unit_ms: int, name: str) -> int:
+    """Unix milliseconds, ``amount`` units after ``now``. Raises CommandError."""
+    deadline = now + amount * unit_ms
+    if amount * unit_ms not in INT64 or deadline not in INT64:
+        raise CommandError(f"invalid expire time in '{name}' command")
+    return deadline
+
+
+def deadline_changes(key: bytes, deadline: int, now: int) -> list[Change]:
+    """The key ends then; a deadline that is over ends it at once."""
+    if deadline <= now:
+        return [change(Verb.DELETE, key)]
+    return [change(Verb.DEADLINE, key, b"%d" % deadline)]
+
+
+def _allowed(options: set[bytes], current: int, deadline: int) -> bool:
+    """Whether EXPIRE's options allow to replace the current deadline (0: none)."""
+    if b"NX" in options and current:
+        return False
+    if b"XX" in options and not current:
+        return False
+    if b"GT" in options and (not current or deadline <= current):
+        return False
+    return not (b"LT" in options and current and deadline >= current)
+
+
+def _expire(context: Context, args: list[Arg], unit_ms: int, name: str) -> Effect:
+    view = context.keys
+    key = word(args[1])
+    amount = integer(args[2])
+    options = set(keywords(args[3:]))
+    if unknown := options - {b"NX", b"XX", b"GT", b"LT"}:
+        shown = sorted(unknown)[0][:64].decode("utf-8", "replace")
+        raise CommandError(f"Unsupported option {shown}")
+    if b"NX" in options and len(options) > 1:
+        raise CommandError("NX and XX, GT or LT options at the same time are not compatible")
+    if {b"GT", b"LT"} <= options:
+        raise CommandError("GT and LT options at the same time are not compatible")
+    deadline = deadline_after(view.now, amount, unit_ms, name)
+    entry = view.entry(key)
+    if entry is None or not _allowed(options, entry.deadline, deadline):
+        return Effect([], 0)
+    return Effect(deadline_changes(key, deadline, view.now), 1)
+
+
+@writes("EXPIRE", -3, "Ends a key after so many seconds.")
+def expire(context: Context, args: list[Arg]) -> Effect:
+    return _expire(context, args, 1000, "expire")
+
+
+@writes("PEXPIRE", -3, "Ends a key after so many milliseconds.")
+def pexpire(context: Context, args: list[Arg]) -> Effect:
+    return _expire(context, args, 1, "pexpire")
+
+
+@writes("PERSIST", 2, "Takes a key's deadline away.")
+def persist(context: Context, args: list[Arg]) -> Effect:
+    key = word(args[1])
+    entry = context.keys.entry(key)
+    if entry is None or not entry.deadline:
+        return Effect([], 0)
+    return Effect([change(Verb.DEADLINE, key, b"0")], 1)
+
+
+def _left_ms(context: Context, key: bytes) -> int:
+    """Milliseconds left; −1 without a deadline, −2 without the key."""
+    view = context.keys
+    entry = view.entry(key)
+    if entry is None:
+        return -2
+    return entry.deadline - view.now if entry.deadline else -1
+
+
+@reads("TTL", 2, "Seconds until a key ends; -1: never, -2: no such key.")
+def ttl(context: Context, args: list[Arg]) -> Reply:
+    left = _left_ms(context, word(args[1]))
+    return left if left < 0 else (left + 500) // 1000
+
+
+@reads("PTTL", 2, "Milliseconds until a key ends; -1: never, -2: no such key.")
+def pttl(context: Context, args: list[Arg]) -> Reply:
+    return _left_ms(context, word(args[1]))
+
+
+# -- all keys ------------------------------------------------------------------
+
+
+@reads("KEYS", 2, "The keys that match a pattern.", keys=None)
+def keys(context: Context, args: list[Arg]) -> Reply:
+    pattern = word(args[1])
+    if pattern == b"*":
+        return list(context.keys.names())
+    matches = compiled(pattern).fullmatch
+    return [name for name in context.keys.names() if matches(name)]
+
+
+@reads("SCAN", -2, "A part of the keys, and the cursor of the next part.", keys=None)
+def scan(context: Context, args: list[Arg]) -> Reply:
+    cursor_text = word(args[1])
+    if not cursor_text.isdigit() or not cursor_text.isascii() or int(cursor_text) >= 1 << 64:
+        raise CommandError("invalid cursor")
+    pattern, count, kind = b"*", _SCAN_STEP, ""
+    if len(args) % 2:
+        raise syntax_error()
+    for name, given in zip(keywords(args[2::2]), args[3::2], strict=True):
+        match name:
+            case b"MATCH":
+                pattern = word(given)
+            case b"COUNT":
+                count = integer(given)
+            case b"TYPE":
+                kind = word(given).decode("latin-1").lower()
+            case _:
+                raise syntax_error()
+    if count < 1:
+        raise syntax_error()
+    view = context.keys
+    step = min(max(count, _SCAN_STEP), _MAX_SCAN_STEP)
+    cursor, names = view.data.scan(int(cursor_text), step)
+    matches = compiled(pattern).fullmatch
+    found: list[bytes] = []
+    for name in names:
+        entry = view.entry(name)
+        if entry is not None and matches(name) and kind in ("", kind_of(entry.value)):
+            found.append(name)
+    return [b"%d" % cursor, found]
+
+
+@reads("DBSIZE", 1, "Number of keys.", keys=None)
+def dbsize(context: Context, args: list[Arg]) -> Reply:
+    view = context.keys
+    return view.data.size(view.now)
+
+
+def _flush(args: list[Arg]) -> Effect:
+    if len(args) > 2:
+        raise syntax_error()
+    if keywords(args[1:]) not in ([], [b"ASYNC"], [b"SYNC"]):
+        raise syntax_error()
+    return Effect([change(Verb.FLUSH)], OK)
+
+
+@writes("FLUSHALL", -1, "Removes every key; prefixes stay.", keys=None)
+def flushall(context: Context, args: list[Arg]) -> Effect:
+    return _flush(args)
+
+
+@writes("FLUSHDB", -1, "Removes every key; prefixes stay.", keys=None)
+def flushdb(context: Context, args: list[Arg]) -> Effect:
+    return _flush(args)
