@@ -1,0 +1,242 @@
+"""The binary lane's connections: frames in, operations in order, replies out.
+
+One operation at a time, as on the RESP port: nothing more is executed while one waits
+or a reply is unsent. A long body is received into its final place and a long reply is
+sent from where it lies; neither is joined.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import socket
+import time
+from collections.abc import Awaitable
+from typing import cast
+
+from pion_vllm_mlx.errors import CommandError, ProtocolError
+from pion_vllm_mlx.server import binary_commands
+from pion_vllm_mlx.server.binary_commands import Answer, Pieces
+from pion_vllm_mlx.server.direct import DirectWriter
+from pion_vllm_mlx.server.long_arguments import LongInbound
+from pion_vllm_mlx.server.outbound import GATHER_BYTES, Stream, in_memory
+from pion_vllm_mlx.server.session import Client, Context, Server
+from pion_vllm_mlx.wire.frames import BodyReader, Frame, FrameParser, Status, header
+from pion_vllm_mlx.wire.resp import BulkTarget, DiscardBulk
+
+log = logging.getLogger(__name__)
+
+#: a long body that brings less than this in the stall time stands still.
+_STEP_BYTES = 64 << 10
+
+
+class BinaryConnection(asyncio.BufferedProtocol):
+    """One client of the lane."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self.parser = FrameParser(self._open_body)
+        self._progress = 0.0
+        self._step = 0
+        self._closed = False
+        self._reading = True
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._task: asyncio.Task[None] | None = None
+
+    # -- asyncio's side --------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=0)
+        self._transport.get_extra_info("socket").setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+        )
+        server = self.server
+        server.connections_total += 1
+        host, port = transport.get_extra_info("peername")[:2]
+        self._client = Client(server.connections_total, f"{host}:{port}", host == "127.0.0.1")
+        self._context = Context(server, self._client, self._go_on)
+        self._direct = DirectWriter(self._transport, server.store.run)
+        self._progress = asyncio.get_running_loop().time()
+        if len(server.clients) >= server.config.max_connections:
+            self._transport.abort()
+            return
+        server.clients[self._client.client_id] = self._client
+        server.connections[self._client.client_id] = self
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._closed = self._direct.closed = True
+        self._drained.set()
+        self.server.clients.pop(self._client.client_id, None)
+        self.server.connections.pop(self._client.client_id, None)
+        _release(self.parser.abandon())
+        if self._task is None:
+            self._direct.release()
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        window = self.parser.get_buffer()
+        assert window is not None
+        return window
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._step += nbytes
+        if self._step >= _STEP_BYTES or not self.parser.in_body:
+            self._step = 0
+            self._progress = asyncio.get_running_loop().time()
+        self.parser.buffer_updated(nbytes)
+        self._go_on()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def pause_writing(self) -> None:
+        self._drained.clear()
+
+    def resume_writing(self) -> None:
+        self._drained.set()
+        self._go_on()
+
+    # -- reading ---------------------------------------------------------------
+
+    def _open_body(self, opcode: int, length: int) -> BulkTarget:
+        """A place for a long body; what will be refused is read and forgotten."""
+        try:
+            operation = binary_commands.find(self._context, opcode)
+        except CommandError:
+            return DiscardBulk(length)
+        if not operation.long:
+            return DiscardBulk(length)
+        return self.server.long_arguments.open(length, True, self._go_on)
+
+    def _go_on(self) -> None:
+        """Execute what is there until something has to wait; then pause or resume reading."""
+        if self._ending:
+            return
+        try:
+            while self._task is None and self._drained.is_set() and not self._ending:
+                frame = self.parser.next_frame()
+                if frame is None:
+                    break
+                self._execute(frame)
+        except ProtocolError as error:
+            log.info("%s: %s", self._client.address, error)
+            self._transport.close()
+            return
+        self._pause_or_resume()
+
+    def _pause_or_resume(self) -> None:
+        wanted = self.parser.get_buffer() is not None
+        if wanted and not self._reading and not self._ending:
+            # the silence so far was ours
+            self._progress = asyncio.get_running_loop().time()
+            self._reading = True
+            self._transport.resume_reading()
+        elif not wanted and self._reading and not self._ending:
+            self._reading = False
+            self._transport.pause_reading()
+
+    # -- executing -------------------------------------------------------------
+
+    def _execute(self, frame: Frame) -> None:
+        """Run one operation and answer it, at once or as a task."""
+        self.server.commands_total += 1
+        try:
+            operation = binary_commands.find(self._context, frame.code)
+            self._client.last_command = operation.name
+            self._client.active = time.monotonic()
+            outcome = operation.handler(self._context, BodyReader(_bytes_of(frame.body)))
+        except CommandError as error:
+            answer = binary_commands.refusal(error)
+        except Exception:  # noqa: BLE001 - outermost loop: a bug must not end the server
+            answer = _bug(frame)
+        else:
+            if inspect.isawaitable(outcome):
+                self._start(self._finish(outcome, frame))
+                return
+            answer = Status.OK, outcome
+        _release(frame.body)
+        if not self._answer(answer):
+            self._start(self._stream(answer))
+
+    def _start(self, work: Awaitable[None]) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._to_its_end(work))
+
+    async def _to_its_end(self, work: Awaitable[None]) -> None:
+        try:
+            await work
+        finally:
+            self._task = None
+            if self._closed:
+                self._direct.release()
+        self._go_on()
+
+    async def _finish(self, pending: Awaitable[Pieces], frame: Frame) -> None:
+        try:
+            answer: Answer = Status.OK, await pending
+        except CommandError as error:
+            answer = binary_commands.refusal(error)
+        except Exception:  # noqa: BLE001 - outermost loop of an operation
+            answer = _bug(frame)
+        _release(frame.body)
+        if not self._closed and not self._answer(answer):
+            await self._stream(answer)
+
+    def _answer(self, answer: Answer) -> bool:
+        """Write a short reply; False for a long one."""
+        status, pieces = answer
+        length = sum(len(piece) for piece in pieces)
+        if length > GATHER_BYTES:
+            return False
+        self._transport.write(b"".join((header(status, length), *pieces)))
+        return True
+
+    async def _stream(self, answer: Answer) -> None:
+        """Send a long reply from where it lies, once everything before it has left."""
+        await self._drained.wait()
+        if self._closed:
+            return
+        status, pieces = answer
+        body = in_memory(pieces)
+        await self._direct.send(Stream([header(status, body.length), body]))
+
+    # -- housekeeping ----------------------------------------------------------
+
+    @property
+    def _ending(self) -> bool:
+        return self._closed or self._transport.is_closing()
+
+    def stalled(self, now: float) -> bool:
+        """Whether half a frame has stood still for too long."""
+        waiting = self.parser.mid_frame and self._reading
+        idle = self._task is None and self._drained.is_set()
+        return waiting and idle and now - self._progress > self.server.config.stall_seconds
+
+    @property
+    def running(self) -> asyncio.Task[None] | None:
+        """The operation that is being waited for."""
+        return self._task
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+
+def _bytes_of(body: bytes | BulkTarget) -> bytes | memoryview:
+    """A frame's body; empty where it was longer than its operation takes."""
+    if isinstance(body, bytes):
+        return body
+    return body.view if isinstance(body, LongInbound) else b""
+
+
+def _release(body: bytes | BulkTarget | None) -> None:
+    if isinstance(body, LongInbound):
+        body.release()
+
+
+def _bug(frame: Frame) -> Answer:
+    log.exception("internal error in opcode %#04x", frame.code)
+    return Status.ERROR, [b"ERR internal error, see the server's log"]
