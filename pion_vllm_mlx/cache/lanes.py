@@ -60,13 +60,23 @@ RunArrays = list[tuple[Run, mx.array]]
 _SIDES: tuple[Side, Side] = ("k", "v")
 
 
-def _tensors_of(path: str) -> Any:
-    """The lazy tensors of a safetensors file.
+def _tensors_of(path: str) -> dict[str, mx.array]:
+    """The lazy tensors of a safetensors file. Raises what MLX does, or StoreUnavailable.
 
     Read by the CPU, as MLX does by itself on a Mac: under CUDA its default stream reads at
     a third of the speed (570 MB on an H200: 369 ms, and 114 ms on the CPU's stream).
     """
-    return mx.load(path, format="safetensors", stream=mx.cpu)
+    loaded = mx.load(path, format="safetensors", stream=mx.cpu)
+    if not isinstance(loaded, dict):
+        raise StoreUnavailable(f"{path} holds no tensors")
+    return loaded
+
+
+def _parts_of(loaded: dict[str, mx.array], name: str) -> list[mx.array]:
+    """The tensors of one run: one, or codes, scales and biases. Raises KeyError."""
+    if name in loaded:
+        return [loaded[name]]
+    return [loaded[f"{name}{suffix}"] for suffix in (".w", ".s", ".b")]
 
 
 def load_mapped(client: StoreClient, wanted: Wanted) -> RunArrays:
@@ -102,13 +112,11 @@ def _load_exported(client: StoreClient, wanted: Wanted) -> RunArrays:
         raise StoreUnavailable(f"the exported file cannot be read: {error}") from error
     arrays = []
     for run in runs:
-        name = f"{run.side}.{run.layer}"
-        names = [name] if name in loaded else [f"{name}{suffix}" for suffix in (".w", ".s", ".b")]
-        if not isinstance(loaded, dict) or any(part not in loaded for part in names):
-            raise StoreUnavailable(f"the exported file lacks {name}")
-        tensors = [loaded[part][0] for part in names]
-        if crc32c(_wire_rows(tensors, run, 0)) != run.crc:
-            raise DamagedData(f"leaf {run.layer} {run.side}: checksum of its rows does not match")
+        try:
+            tensors = [part[0] for part in _parts_of(loaded, f"{run.side}.{run.layer}")]
+        except KeyError as error:
+            raise StoreUnavailable(f"the exported file lacks {error}") from error
+        _check(_wire_rows(tensors, run, 0), run)
         arrays.append((run, decode_tensors(tensors, run, heads)))
     mx.eval([array for _, array in arrays])
     return arrays
@@ -213,11 +221,16 @@ def _run_start(pair: tuple[Run, mx.array]) -> int:
     return pair[0].start
 
 
+def _check(rows: Any, run: Run) -> None:
+    """Raises DamagedData for rows, as bytes, that are not those of the run."""
+    if crc32c(rows) != run.crc:
+        raise DamagedData(f"leaf {run.layer} {run.side}: checksum of its rows does not match")
+
+
 def _verified(blob: NDArray[np.uint8] | None, run: Run, wanted: Wanted) -> tuple[Run, mx.array]:
     if blob is None:
         raise missing(f"leaf {run.layer} {run.side}")
-    if crc32c(blob.data) != run.crc:
-        raise DamagedData(f"leaf {run.layer} {run.side}: checksum of its rows does not match")
+    _check(blob.data, run)
     return run, decode_rows(blob, run, wanted.leaf(run))
 
 
@@ -243,11 +256,7 @@ class _Files:
         stored = (tensor["format"], tensor["layout"], tensor["crc32c"])
         if stored != (run.format, run.layout, run.crc):
             raise DamagedData(f"leaf {run.layer} {run.side}: rows of another store lie there")
-        arrays = self._open(path)
-        names = [f"{tensor['name']}{suffix}" for suffix in (".w", ".s", ".b")]
-        if tensor["name"] in arrays:
-            names = [tensor["name"]]
-        return [arrays[name] for name in names], int(tensor["row"])
+        return _parts_of(self._open(path), tensor["name"]), int(tensor["row"])
 
     def rows(self, run: Run, leaf: dict[str, Any]) -> mx.array:
         """``[H, n_pad, D]`` lazily, beginning with the first row of the run."""
@@ -265,10 +274,7 @@ class _Files:
             size = os.stat(path).st_size
             if size != self._sizes[path]:
                 raise StoreUnavailable(f"{path} has {size} bytes instead of {self._sizes[path]}")
-            loaded = _tensors_of(path)
-            if not isinstance(loaded, dict):
-                raise StoreUnavailable(f"{path} holds no tensors")
-            self._arrays[path] = loaded
+            self._arrays[path] = _tensors_of(path)
         return self._arrays[path]
 
 
@@ -276,8 +282,7 @@ def _verify_mapped(files: _Files, wanted: Wanted) -> None:
     """Hashes the rows themselves again, in the order in which they were sent."""
     for run in wanted.record.runs:
         tensors, first = files.parts(run)
-        if crc32c(_wire_rows(tensors, run, first)) != run.crc:
-            raise DamagedData(f"leaf {run.layer} {run.side}: checksum of its rows does not match")
+        _check(_wire_rows(tensors, run, first), run)
 
 
 def _wire_rows(tensors: Iterable[mx.array], run: Run, first: int) -> Any:

@@ -7,6 +7,7 @@ Knows namespaces and bytes; knows no model.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,6 @@ class Probe:
     present: bool
     record: bytes | None
     mapping: dict[str, Any] | None
-    mapping_error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class StoreClient:
                 raise StoreUnavailable("the server does not answer KV.PREFIX.LOOKUP")
             if record is not None and not isinstance(record, bytes):
                 raise StoreUnavailable("the server does not answer SSM.PREFIX.FETCH")
-            mapping, why = _mapping(replies[2]) if len(replies) > 2 else (None, None)
-            return Probe(found in ("HIT", b"HIT"), record, mapping, why)
+            mapping = _mapping(replies[2]) if len(replies) > 2 else None
+            return Probe(found in ("HIT", b"HIT"), record, mapping)
 
         return self._guarded(ask)
 
@@ -144,11 +144,13 @@ class StoreClient:
         return total
 
     def publish(self, namespace: str) -> None:
-        """Has the server seal the files, so that the next process can map them."""
+        """Has the server seal the files, so that the next process can map them.
+
+        One that refuses, or does not know how, has stored the prefix all the same.
+        """
         if self.endpoint.local:
-            self._guarded(
-                lambda c: c.command("KV.PREFIX.MAP", namespace, deadline_seconds=self.seconds(0))
-            )
+            with contextlib.suppress(CommandError):
+                self._guarded(lambda c: c.command("KV.PREFIX.MAP", namespace))
 
     def export(self, namespace: str, end: int, layers: int, heads: int, dim: int) -> str:
         """Path of a file with rows ``[0, end)`` of both sides, as stored."""
@@ -179,11 +181,7 @@ class StoreClient:
     ) -> list[NDArray[np.uint8] | None]:
         """The rows of several runs in one round trip, for layers that differ in theirs."""
         commands = [_range_command(namespace, run) for run in runs]
-        seconds = self.seconds(expected_bytes)
-        replies = self._guarded(lambda c: c.pipeline(commands, deadline_seconds=seconds))
-        rows = [_checked(reply) for reply in replies]
-        if not all(row is None or isinstance(row, bytes) for row in rows):
-            raise StoreUnavailable("the server answered something else than rows")
+        rows = self._fetch_blobs(commands, expected_bytes)
         return [None if row is None else np.frombuffer(row, np.uint8) for row in rows]
 
     def fetch_states(
@@ -191,12 +189,7 @@ class StoreClient:
     ) -> list[bytes | None]:
         """The blobs of recurrent slots, in one round trip."""
         commands = [("SSM.PREFIX.FETCH", namespace, slot) for slot in slots]
-        seconds = self.seconds(expected_bytes)
-        replies = self._guarded(lambda c: c.pipeline(commands, deadline_seconds=seconds))
-        blobs = [_checked(reply) for reply in replies]
-        if not all(blob is None or isinstance(blob, bytes) for blob in blobs):
-            raise StoreUnavailable("the server does not answer SSM.PREFIX.FETCH")
-        return blobs
+        return self._fetch_blobs(commands, expected_bytes)
 
     def seconds(self, num_bytes: int) -> float:
         """How long a call that moves ``num_bytes`` may take."""
@@ -210,6 +203,14 @@ class StoreClient:
     def _fetch(self, command: Sequence[Any], num_bytes: int) -> list[NDArray[np.uint8] | None]:
         seconds = self.seconds(num_bytes)
         return self._guarded(lambda c: c.fetch_into(command, deadline_seconds=seconds))
+
+    def _fetch_blobs(self, commands: Sequence[Sequence[Any]], num_bytes: int) -> list[bytes | None]:
+        seconds = self.seconds(num_bytes)
+        replies = self._guarded(lambda c: c.pipeline(commands, deadline_seconds=seconds))
+        blobs = [_checked(reply) for reply in replies]
+        if not all(blob is None or isinstance(blob, bytes) for blob in blobs):
+            raise StoreUnavailable(f"the server does not answer {commands[0][0]}")
+        return blobs
 
     def _send(self, commands: Sequence[Sequence[Any]], num_bytes: int) -> int:
         seconds = self.seconds(num_bytes)
@@ -283,17 +284,13 @@ def _checked(reply: Any) -> Any:
     return reply
 
 
-def _mapping(reply: Any) -> tuple[dict[str, Any] | None, str | None]:
-    """The files of a namespace, or why there are none to read."""
-    if isinstance(reply, CommandError):
-        return None, str(reply)
-    if not isinstance(reply, bytes):
-        return None, None
+def _mapping(reply: Any) -> dict[str, Any] | None:
+    """The files of a namespace; None where the server names none."""
     try:
-        mapping = json.loads(reply)
-    except ValueError as error:
-        return None, f"KV.PREFIX.MAP: {error}"
-    return (mapping, None) if isinstance(mapping, dict) else (None, "KV.PREFIX.MAP: no object")
+        mapping = json.loads(reply) if isinstance(reply, bytes) else None
+    except ValueError:
+        return None
+    return mapping if isinstance(mapping, dict) else None
 
 
 def missing(what: str) -> DamagedData:
