@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import Awaitable
 from typing import cast
@@ -18,8 +17,9 @@ from typing import cast
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server import dispatch
 from pion_vllm_mlx.server.command import Reply
+from pion_vllm_mlx.server.direct import DirectWriter
 from pion_vllm_mlx.server.inbound import DeferredBulk, RefusedBulk
-from pion_vllm_mlx.server.outbound import ReaderGone, Sender, Stream
+from pion_vllm_mlx.server.outbound import Stream
 from pion_vllm_mlx.server.session import Client, Context, Server
 from pion_vllm_mlx.wire import resp
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Limits, RequestParser
@@ -54,7 +54,7 @@ class Connection(asyncio.BufferedProtocol):
         self._drained = asyncio.Event()
         self._drained.set()
         self._closed = False
-        self._socket: socket.socket | None = None
+        self._direct: DirectWriter | None = None
         self._task: asyncio.Task[None] | None = None
 
     # -- asyncio's side --------------------------------------------------------
@@ -62,6 +62,7 @@ class Connection(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(high=0)
+        self._direct = DirectWriter(self.transport, self.server.store.run)
         server = self.server
         server.connections_total += 1
         peer = transport.get_extra_info("peername")
@@ -87,8 +88,10 @@ class Connection(asyncio.BufferedProtocol):
         if self.client is not None:
             self.server.clients.pop(self.client.client_id, None)
             self.server.connections.pop(self.client.client_id, None)
-        if self._socket is not None and not self._busy:
-            self._socket.close()
+        if self._direct is not None:
+            self._direct.closed = True
+            if not self._busy:
+                self._direct.release()
         for args in self.parser.commands:
             dispatch.release(args)
         self.parser.commands.clear()
@@ -243,8 +246,8 @@ class Connection(asyncio.BufferedProtocol):
             self._busy = False
             self._task = None
         if self._closed:
-            if self._socket is not None:
-                self._socket.close()
+            if self._direct is not None:
+                self._direct.release()
             return
         self._pump()
         self._pause_or_resume()
@@ -260,43 +263,10 @@ class Connection(asyncio.BufferedProtocol):
     async def _send_stream(self, stream: Stream) -> None:
         """Send file ranges from a thread once everything before them has left."""
         await self._drained.wait()
-        if self._closed or self.transport is None:
+        if self._closed or self._direct is None:
             return
-        if self._socket is None:
-            descriptor = self.transport.get_extra_info("socket").fileno()
-            self._socket = socket.socket(fileno=os.dup(descriptor))
-            self._socket.setblocking(False)
         self.server.ledger.bytes_served += stream.payload_bytes
-        sender = Sender(self._socket, stream)
-        complete = False
-        try:
-            while not (complete := await self.server.store.run(sender.turn)):
-                if not await self._writable():
-                    return
-        except ReaderGone:
-            pass
-        except (OSError, CommandError) as error:
-            log.error("reading a stored run failed: %s", error)
-        finally:
-            if not complete:
-                # half a reply is out: only closing tells the reader that the rest is missing
-                self.transport.abort()
-
-    async def _writable(self) -> bool:
-        """Wait for the reader; False when the connection is gone."""
-        assert self._socket is not None
-        loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        loop.add_writer(self._socket, ready.set)
-        try:
-            while not ready.is_set() and not self._closed:
-                try:
-                    await asyncio.wait_for(ready.wait(), 1.0)
-                except (asyncio.TimeoutError, TimeoutError):
-                    continue
-        finally:
-            loop.remove_writer(self._socket)
-        return not self._closed
+        await self._direct.send(stream)
 
     # -- housekeeping ----------------------------------------------------------
 
