@@ -261,14 +261,14 @@ def _read_back(region: Region, shape: RunShape) -> Source:
     """
     heads = shape.spec.heads if shape.head_major else 1
     unit = shape.spec.row_bytes // heads
+    file = region.segment.file
 
     def units(head: int, row: int, count: int) -> NDArray[np.uint8]:
         columns = []
         for part, base in shape.part_offsets():
-            share = part.bytes_per_row // heads
-            column = np.empty((count, share), np.uint8)
-            begin = region.offset + base + (head * shape.padded + row) * share
-            pread_into(region.segment.file.fd, as_bytes(column), begin)
+            column = np.empty((count, part.bytes_per_row // heads), np.uint8)
+            piece = list(shape.part_pieces(part, base, row, row + count))[head]
+            pread_into(file.fd, as_bytes(column), region.offset + piece.offset)
             columns.append(column)
         return np.concatenate(columns, axis=1)
 

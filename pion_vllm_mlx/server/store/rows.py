@@ -224,8 +224,8 @@ def read_head(rows: LayerRows, head: int, start: int, end: int) -> Bytes:
                 parts.append(whole[:, head * share : (head + 1) * share])
                 continue
             data = np.empty((last - extent.row, share), np.uint8)
-            begin = origin + base + (head * shape.padded + extent.row) * share
-            pread_into(file.fd, as_bytes(data), begin)
+            piece = list(shape.part_pieces(part, base, extent.row, last))[head]
+            pread_into(file.fd, as_bytes(data), origin + piece.offset)
             parts.append(data)
         joined = np.concatenate(parts, axis=1)
         result[extent.start - start : extent.end - start] = joined

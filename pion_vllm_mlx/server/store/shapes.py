@@ -115,11 +115,10 @@ class RunShape:
             start = base + (head * self.padded + first) * head_row
             yield Piece(start, (last - first) * head_row)
 
-    def pieces(self, first: int = 0, last: int | None = None) -> Iterator[Piece]:
-        """Where rows ``[first, last)`` lie: part by part, head by head."""
-        end = self.rows if last is None else last
+    def pieces(self) -> Iterator[Piece]:
+        """Where all rows lie: part by part, head by head."""
         for part, base in self.part_offsets():
-            yield from self.part_pieces(part, base, first, end)
+            yield from self.part_pieces(part, base, 0, self.rows)
 
     def tensor_shape(self, part: Part) -> list[int]:
         """The safetensors shape of one part."""

@@ -36,7 +36,7 @@ from pion_vllm_mlx.server.store.files import (
     pread_exactly,
     publish,
 )
-from pion_vllm_mlx.server.store.index import InSegment, Run, Session, place_file
+from pion_vllm_mlx.server.store.index import InSegment, Place, Run, Session
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
 from pion_vllm_mlx.server.store.segments import SUFFIX, Segment
 from pion_vllm_mlx.server.store.state import SavedState, State
@@ -47,15 +47,16 @@ _COUNT = struct.Struct("<Q")
 _TRAILER = struct.Struct("<QII8s")
 
 
+def _kept(place: Place, length: int) -> tuple[str, int, bytes]:
+    """Segment and offset of a place, or the bytes that lie in a log: a record carries them."""
+    if isinstance(place, InSegment):
+        return place.segment.name, place.offset, b""
+    return "", 0, pread_exactly(place.file.fd, length, place.offset)
+
+
 def _run_record(session: Session, layer: int, run: Run) -> records.Rows:
     shape = run.shape
-    segment, offset = "", 0
-    blob = b""
-    if isinstance(run.place, InSegment):
-        segment, offset = run.place.segment.name, run.place.offset
-    else:
-        file = place_file(run.place)
-        blob = pread_exactly(file.fd, shape.file_bytes, run.place.offset)
+    segment, offset, blob = _kept(run.place, shape.file_bytes)
     return records.Rows(
         session.sid,
         layer,
@@ -78,7 +79,6 @@ def vstore_records(state: State) -> Iterator[records.Record]:
 
     Replaying a session's runs touches it, so that the order of access is this order.
     """
-    segments: dict[str, Segment] = {}
     for session in state.by_access():
         specs = {layer: (spec.width, spec.fmt, spec.heads) for layer, spec in session.specs.items()}
         yield records.Create(
@@ -86,8 +86,6 @@ def vstore_records(state: State) -> Iterator[records.Record]:
         )
         runs = [(layer, run) for layer, rows in session.layers.items() for run in rows.runs()]
         for layer, run in sorted(runs, key=lambda entry: entry[1].run_id):
-            if isinstance(run.place, InSegment):
-                segments[run.place.segment.name] = run.place.segment
             yield _run_record(session, layer, run)
         # a truncation may leave a count that no run reaches
         counts = {
@@ -97,11 +95,7 @@ def vstore_records(state: State) -> Iterator[records.Record]:
         }
         if counts:
             yield records.Truncate(session.sid, counts)
-    for layers in state.states.values():
-        for blob in layers.values():
-            if isinstance(blob.place, InSegment):
-                segments[blob.place.segment.name] = blob.place.segment
-    for segment in segments.values():
+    for segment in live_segments(state):
         if segment.sealed:
             yield records.Seal(segment.name, segment.size, segment.header_bytes, segment.header_crc)
 
@@ -110,12 +104,7 @@ def ssm_records(state: State) -> Iterator[records.Record]:
     """Every recurrent state; short ones with their bytes."""
     for sid, layers in state.states.items():
         for layer, blob in layers.items():
-            segment, offset, data = "", 0, b""
-            if isinstance(blob.place, InSegment):
-                segment, offset = blob.place.segment.name, blob.place.offset
-            else:
-                file = place_file(blob.place)
-                data = pread_exactly(file.fd, blob.length, blob.place.offset)
+            segment, offset, data = _kept(blob.place, blob.length)
             yield records.StoreState(sid, layer, blob.length, blob.crc, segment, offset, data)
 
 
