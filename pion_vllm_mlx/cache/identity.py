@@ -6,14 +6,15 @@ that loaded the same weights from different paths get the same identity.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
 from typing import Any
 
 import mlx.core as mx
 
+from pion_vllm_mlx.cache.identity_buffers import Buffers
 from pion_vllm_mlx.cache.identity_code import code_digest
 from pion_vllm_mlx.cache.identity_walk import (
     Walk,
@@ -25,8 +26,11 @@ from pion_vllm_mlx.cache.identity_walk import (
 from pion_vllm_mlx.cache.identity_weights import array_digest
 from pion_vllm_mlx.cache.layers import supported
 from pion_vllm_mlx.cache.leaf import dtype_name
+from pion_vllm_mlx.errors import ConfigError
 
 Identity = dict[str, Any]
+
+_OWN_PARTS = frozenset({"weights", "dtypes", "structure", "args", "code", "cache", "format"})
 
 
 def identity_digest(identity: Mapping[str, Any]) -> str:
@@ -38,9 +42,10 @@ class ModelIdentity:
     """The identity of one model object, computed when first asked for and then kept.
 
     The weights are read once. Replaced arrays (an adapter, ``model.update``), replaced
-    modules and changed settings are noticed at the next call, and new arrays are read;
-    a weight array that is assigned into in place is not noticed: call ``forget`` then.
-    ``extra`` are key parts that the caller knows: tokenizer, adapter, tenant.
+    modules and changed settings are noticed at the next call, and new arrays are read.
+    So are arrays that were assigned into, except under CUDA: call ``forget`` there.
+    ``extra`` are key parts that the caller knows: tokenizer, adapter, tenant. Raises
+    ConfigError for one that has the name of a part of the model's own.
     """
 
     def __init__(
@@ -48,22 +53,30 @@ class ModelIdentity:
     ) -> None:
         self._model = model
         parts = {key: str(value) for key, value in (extra or {}).items()}
+        taken = _OWN_PARTS & parts.keys()
+        if taken:
+            raise ConfigError(f"key_parts may not replace {', '.join(sorted(taken))}")
         self._asked: Identity = {**parts, "format": vquant or "native"}
         self._held: list[Any] = []
+        self._buffers = Buffers()
         self._digests: dict[int, tuple[mx.array, bytes]] = {}
         self._fields: Identity = {}
 
     def fields(self) -> Identity:
         """The named fields. Raises UnsupportedCache for a cache class that is not known."""
         held = held_objects(self._model)
+        for array in self._buffers.changed():
+            self._digests.pop(id(array), None)
+            self._fields = {}
         if not self._fields or not same_objects(held, self._held):
             self._fields = {**self._read(), **self._asked}
             self._held = held
+            self._buffers = Buffers(array for array, _ in self._digests.values())
         return self._fields
 
     def forget(self) -> None:
         """Reads everything again at the next call."""
-        self._fields, self._held, self._digests = {}, [], {}
+        self._fields, self._held, self._digests, self._buffers = {}, [], {}, Buffers()
 
     def _read(self) -> Identity:
         found = walk(self._model)
@@ -71,8 +84,8 @@ class ModelIdentity:
             "weights": self._weights(found),
             "dtypes": sorted({dtype_name(array.dtype) for _, array in found.arrays}),
             "structure": _digest("\n".join(found.scalars)),
-            "args": json.loads(canonical_json(_arguments(vars(self._model).get("args")))),
-            "code": code_digest(found.classes),
+            "args": _readable(vars(self._model).get("args")),
+            "code": code_digest(found.code),
             "cache": json.loads(canonical_json(supported(self._model))),
         }
 
@@ -86,10 +99,15 @@ class ModelIdentity:
         return total.hexdigest()
 
 
-def _arguments(args: Any) -> Any:
-    if is_dataclass(args) and not isinstance(args, type):
-        return asdict(args)
-    return args
+def _readable(args: Any) -> Any:
+    """The arguments of a model as plain JSON, to name the one that differs."""
+    if isinstance(args, Mapping):
+        return {str(key): _readable(value) for key, value in args.items()}
+    if isinstance(args, list | tuple):
+        return [_readable(value) for value in args]
+    if dataclasses.is_dataclass(args) and not isinstance(args, type):
+        return {f.name: _readable(getattr(args, f.name)) for f in dataclasses.fields(args)}
+    return json.loads(canonical_json(args))
 
 
 def _digest(text: str) -> str:

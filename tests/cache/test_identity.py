@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import enum
+import functools
+import importlib
 import importlib.util
 import json
 import subprocess
@@ -18,7 +21,7 @@ from mlx.utils import tree_flatten
 from pion_vllm_mlx.cache import identity_code, identity_weights
 from pion_vllm_mlx.cache.identity import ModelIdentity, identity_digest
 from pion_vllm_mlx.cache.identity_names import first_difference, make_namespace
-from pion_vllm_mlx.errors import UnsupportedCache
+from pion_vllm_mlx.errors import ConfigError, UnsupportedCache
 from tests.models import NAMES, tiny_model
 
 _OTHER_PROCESS = """
@@ -144,6 +147,84 @@ def test_changes_are_noticed_by_the_same_object() -> None:
     assert identity.fields() == before
 
 
+def _added(weight: mx.array) -> None:
+    weight += 1
+
+
+def _assigned(weight: mx.array) -> None:
+    weight[3, 5] = weight[3, 5] + 0.25
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("change", [_added, _assigned])
+def test_a_weight_that_is_assigned_into_changes_the_key(change: Any, dtype: mx.Dtype) -> None:
+    model = tiny_model("llama", dtype)
+    identity = ModelIdentity(model)
+    before = dict(identity.fields())
+    assert identity.fields() == before
+    change(model.model.layers[1].self_attn.k_proj.weight)
+    after = dict(identity.fields())
+    assert changed_fields(before, after) == {"weights"}
+    assert identity.fields() == after == fields(model)
+
+
+def test_changed_arguments_are_noticed_by_the_same_object() -> None:
+    model = tiny_model("gemma3_text")  # makes its cache by its arguments
+    identity = ModelIdentity(model)
+    before = dict(identity.fields())
+    model.args.sliding_window = 8
+    assert {"args", "cache"} <= changed_fields(before, identity.fields())
+
+
+class _Own:
+    def __init__(self, base: float) -> None:
+        self.base = base
+
+
+class _Scaling(enum.Enum):
+    NONE = 1
+    YARN = 2
+
+
+def _scaled_by(factor: float) -> Any:
+    return lambda x: x * factor
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        ({1, 2}, {1, 3}),
+        (np.ones(3), np.zeros(3)),
+        (np.float32(1), np.float32(2)),
+        (functools.partial(mx.power, 1), functools.partial(mx.power, 2)),
+        (_Scaling.NONE, _Scaling.YARN),
+        (_Own(1.0), _Own(2.0)),
+        (_Own(1.0).__init__, _Own(2.0).__init__),  # type: ignore[misc]  # bound to its object
+        (_scaled_by(1.0), _scaled_by(2.0)),
+        (lambda x: x + 1, lambda x: x + 2),
+        (mx.float16, mx.bfloat16),
+        ({"layers": {1}}, {"layers": {2}}),
+        (range(3), range(4)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_any_setting_of_a_module_belongs_to_the_key(one: Any, two: Any) -> None:
+    model = tiny_model("llama")
+    attention = model.model.layers[0].self_attn
+    identity, seen = ModelIdentity(model), []
+    for setting in (one, two, one):
+        attention.setting = setting
+        seen.append(dict(identity.fields()))
+    assert changed_fields(seen[0], seen[1]) == {"structure"}
+    assert seen[0] == seen[2] == fields(model)
+
+
+def test_the_callers_parts_do_not_replace_the_models_own() -> None:
+    for part in ("weights", "code", "format"):
+        with pytest.raises(ConfigError, match=part):
+            ModelIdentity(tiny_model("llama"), extra={part: "mine"})
+
+
 def test_the_callers_parts_and_the_storage_format_belong_to_the_key() -> None:
     model = tiny_model("llama")
     before = fields(model)
@@ -167,7 +248,7 @@ def test_a_cache_class_that_is_not_known_is_refused_by_name() -> None:
 
 
 def test_code_of_the_model_and_of_what_it_imports_is_read() -> None:
-    source = identity_code._source("mlx_lm.models.qwen3_5")
+    source = identity_code._source("mlx_lm.models.qwen3_5", frozenset({"mlx_lm"}))
     assert source is not None
     assert {"mlx_lm.models.base", "mlx_lm.models.gated_delta"} <= source.imports
 
@@ -194,6 +275,21 @@ def test_other_model_code_changes_the_key(tmp_path: Path) -> None:
         "class Model:\n    x = 1\nif 0:\n    from mlx_lm.models import rwkv7\n", "own_a"
     )
     assert imported not in (one, digest("class Model:\n    x = 1\n#   another\n", "own_a"))
+
+
+def test_what_the_models_own_package_imports_changes_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "own_models"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "net.py").write_text("from .rope import turn\nclass Net:\n    call = turn\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    seen = set()
+    for text in ("def turn(x): return x\n", "def turn(x): return -x\n"):
+        (package / "rope.py").write_text(text)
+        seen.add(identity_code.code_digest([importlib.import_module("own_models.net").Net]))
+    assert len(seen) == 2
 
 
 @pytest.mark.parametrize(
