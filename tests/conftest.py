@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -114,13 +115,19 @@ class RunningServer:
             return self.process.wait(timeout=15)
 
 
-@pytest.fixture
-def pion_server(tmp_path: Path) -> Iterator[RunningServer]:
-    """A running server; ``.port``, ``.dir``, ``.pid``, ``.kill()``, ``.restart()``."""
-    folder = tmp_path / "data"
+@contextmanager
+def running_server(folder: Path) -> Iterator[RunningServer]:
+    """A server on the new folder ``folder``, stopped at the end."""
     folder.mkdir(mode=0o700)
     server = RunningServer(port=free_port_block(), dir=folder)
     try:
         yield server.start()
     finally:
         server.stop()
+
+
+@pytest.fixture
+def pion_server(tmp_path: Path) -> Iterator[RunningServer]:
+    """A running server; ``.port``, ``.dir``, ``.pid``, ``.kill()``, ``.restart()``."""
+    with running_server(tmp_path / "data") as server:
+        yield server

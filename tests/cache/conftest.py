@@ -6,16 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.conftest import RunningServer, free_port_block
+from tests.conftest import RunningServer, running_server
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A running server that a module's tests share, each under namespaces of its own."""
-    folder = tmp_path_factory.mktemp("store") / "data"
-    folder.mkdir(mode=0o700)
-    server = RunningServer(port=free_port_block(), dir=folder)
-    try:
-        yield server.start()
-    finally:
-        server.stop()
+    with running_server(tmp_path_factory.mktemp("store") / "data") as server:
+        yield server

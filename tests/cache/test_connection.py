@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from pion_vllm_mlx.errors import (
     StoreUnavailable,
     WrongPassword,
 )
+from tests.redis_server import RealRedis, running_redis
 
 SHORT = 0.2
 # Far above SHORT, for machines that are busy: it tells "ended" from "hung".
@@ -121,31 +120,15 @@ def every(reply: bytes) -> Script:
 
 
 @pytest.fixture(scope="module")
-def redis_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("redis-server is not installed")
-    folder = tmp_path_factory.mktemp("r")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    command = [program, "--port", str(port), "--unixsocket", str(folder / "s"), "--save", ""]
-    process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
-    (folder / "port").write_text(str(port))
-    try:
-        while not (folder / "s").exists():
-            assert process.poll() is None
-            time.sleep(0.01)
-        yield folder
-    finally:
-        process.terminate()
-        process.wait()
+def real_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRedis]:
+    with running_redis(tmp_path_factory.mktemp("r")) as real:
+        yield real
 
 
 @pytest.fixture(params=["tcp", "unix"])
-def redis(request: pytest.FixtureRequest, redis_folder: Path) -> Iterator[RespConnection]:
-    port = int((redis_folder / "port").read_text())
-    unix = Address(path=str(redis_folder / "s"))
-    address = Address(port=port) if request.param == "tcp" else unix
+def redis(request: pytest.FixtureRequest, real_redis: RealRedis) -> Iterator[RespConnection]:
+    unix = Address(path=str(real_redis.socket))
+    address = Address(port=real_redis.port) if request.param == "tcp" else unix
     with RespConnection(address, deadline_seconds=HUNG) as connection:
         connection.command("FLUSHALL")
         yield connection

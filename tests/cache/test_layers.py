@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from pion_vllm_mlx.cache.layers import cache_arrays, dismantle, leaves_json, rebuild, supported
 from pion_vllm_mlx.errors import DamagedData, UnsupportedCache
+from tests.cache.continuing import continued
 from tests.cache.rows import RowBytes
 from tests.models import NAMES, WINDOW, tiny_model, token_ids
 
@@ -32,18 +33,6 @@ def roundtrip(cache: list[Any], spare: int = 64) -> list[Any]:
     stored = dismantle(cache)
     slots = json.loads(json.dumps(stored.slots))
     return RowBytes(stored, spare).rebuild(slots)
-
-
-def continued(model: Any, cache: list[Any], suffix: int, steps: int = 20) -> list[bytes]:
-    """The bytes of the logits of a suffix and the greedy tokens after it."""
-    ids = mx.array(token_ids(suffix, seed=11))
-    seen = []
-    for _ in range(steps):
-        logits = model(ids[None], cache=cache)[:, -1].astype(mx.float32)
-        mx.eval(logits)
-        seen.append(bytes(memoryview(logits)))
-        ids = mx.argmax(logits, axis=-1)
-    return seen
 
 
 def assert_same_counters(left: Any, right: Any) -> None:
@@ -72,7 +61,7 @@ def test_restored_cache_continues_bit_equal(name: str, dtype: mx.Dtype) -> None:
         plain = prefilled(model, splits)
         for left, right in zip(plain, restored, strict=True):
             assert_same_counters(left, right)
-        assert continued(model, restored, suffix) == continued(model, plain, suffix), splits
+        assert continued(model, restored, suffix, 20) == continued(model, plain, suffix, 20), splits
 
 
 @pytest.mark.parametrize("length", [1, 255, 256, 257, 512])
@@ -99,7 +88,7 @@ def test_quantized_cache_continues_bit_equal(name: str, bits: int, length: int) 
             for x, y in zip(a.keys + a.values, b.keys + b.values, strict=True):
                 assert mx.array_equal(x[..., :length, :], y[..., :length, :])
         return
-    assert continued(model, roundtrip(quantized()), 5) == continued(model, quantized(), 5)
+    assert continued(model, roundtrip(quantized()), 5, 20) == continued(model, quantized(), 5, 20)
 
 
 @pytest.mark.parametrize("keep", [0, 4])
@@ -114,7 +103,7 @@ def test_ring_with_keep_continues_bit_equal(keep: int, splits: list[int], suffix
 
     restored = roundtrip(rings())
     assert [c.offset for c in restored] == [sum(splits)] * 2
-    assert continued(model, restored, suffix) == continued(model, rings(), suffix)
+    assert continued(model, restored, suffix, 20) == continued(model, rings(), suffix, 20)
 
 
 @pytest.mark.parametrize("kind", ["ConcatenateKVCache", "ChunkedKVCache"])
@@ -196,7 +185,7 @@ def test_a_trimmed_cache_keeps_its_length_and_not_the_rows_past_it() -> None:
         entry.trim(13)
     stored = dismantle(cache)
     assert {run.start + run.count for run in stored.rows} == {27}
-    assert continued(model, roundtrip(cache), 4) == continued(model, again, 4)
+    assert continued(model, roundtrip(cache), 4, 20) == continued(model, again, 4, 20)
     for entry in cache:
         entry.trim(1000)
     assert [c.offset for c in roundtrip(cache)] == [0, 0]

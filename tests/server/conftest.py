@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import RunningServer, free_port_block
+from tests.conftest import RunningServer, running_server
 from tests.server.wire import Wire
 
 _names = itertools.count()
@@ -17,13 +16,8 @@ _names = itertools.count()
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     """A server that the tests of one module share; none of them may stop it."""
-    folder: Path = tmp_path_factory.mktemp("shared") / "data"
-    folder.mkdir(mode=0o700)
-    server = RunningServer(free_port_block(), folder)
-    try:
-        yield server.start()
-    finally:
-        server.stop()
+    with running_server(tmp_path_factory.mktemp("shared") / "data") as server:
+        yield server
 
 
 @pytest.fixture

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import pytest
 
 from pion_vllm_mlx.errors import ProtocolError
 from pion_vllm_mlx.wire.resp import split_inline
+from tests.redis_server import running_redis
 
 CASES: list[tuple[bytes, list[bytes]]] = [
     (b"", []),
@@ -44,21 +42,8 @@ def test_unbalanced_quotes_are_refused(line: bytes) -> None:
 
 @pytest.fixture(scope="module")
 def redis_socket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    program = shutil.which("redis-server")
-    if program is None:
-        pytest.skip("redis-server is not installed")
-    folder = tmp_path_factory.mktemp("r")
-    path = folder / "s"
-    command = [program, "--port", "0", "--unixsocket", str(path), "--save", ""]
-    process = subprocess.Popen([*command, "--dir", str(folder)], stdout=subprocess.DEVNULL)
-    try:
-        while not path.exists():
-            assert process.poll() is None
-            time.sleep(0.01)
-        yield path
-    finally:
-        process.terminate()
-        process.wait()
+    with running_redis(tmp_path_factory.mktemp("r")) as real:
+        yield real.socket
 
 
 @pytest.mark.parametrize(("line", "words"), [case for case in CASES if len(case[1]) == 2])
