@@ -6,14 +6,14 @@ is kept alive here, so that its address cannot be given to the new one.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 
 import mlx.core as mx
-import numpy as np
 
 
 class Buffers:
-    """The buffers of evaluated arrays. Costs two microseconds an array to look at."""
+    """The buffers of evaluated arrays. Half a microsecond an array to look at."""
 
     def __init__(self, arrays: Iterable[mx.array] = ()) -> None:
         self._kept: list[tuple[mx.array, mx.array, int]] = []
@@ -37,9 +37,7 @@ def _readable_where_they_are() -> bool:
 
 
 def _address(array: mx.array) -> int | None:
-    if array.size == 0:
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # type: ignore[arg-type]
+    except (TypeError, ValueError, BufferError):  # not contiguous, or empty
         return None
-    view = memoryview(array)  # type: ignore[arg-type]  # mlx's stubs omit the buffer protocol
-    if not view.c_contiguous:
-        return None
-    return int(np.frombuffer(view.cast("B"), np.uint8).__array_interface__["data"][0])
