@@ -42,14 +42,23 @@ def lpush(context: Context, args: list[Arg]) -> Effect:
     return _push(context, args, Verb.LPUSH)
 
 
+def _count(arg: Arg) -> int:
+    message = "value is out of range, must be positive"
+    try:
+        count = integer(arg)
+    except CommandError as error:
+        raise CommandError(message) from error
+    if count < 0:
+        raise CommandError(message)
+    return count
+
+
 def _pop(context: Context, args: list[Arg], verb: Verb) -> Effect:
     if len(args) > 3:
         raise wrong_arity(verb.name.lower())
     key = word(args[1])
     many = len(args) == 3
-    count = integer(args[2]) if many else 1
-    if count < 0:
-        raise CommandError("value is out of range, must be positive")
+    count = _count(args[2]) if many else 1
     held = context.keys.list(key)
     if not held:
         return Effect([], NULL_ARRAY if many else None)
