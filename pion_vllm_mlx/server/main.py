@@ -103,7 +103,7 @@ async def _listen(server: Server) -> list[asyncio.Server]:
 
 
 async def _housekeeping(server: Server) -> None:
-    """Once a tick: flush, save a long log in a quiet moment, close stalled connections."""
+    """Once a tick: flush, drop what is over, save a long log, close stalled connections."""
     store, config = server.store, server.config
     last_flush = time.monotonic()
     next_save = 0.0
@@ -113,6 +113,7 @@ async def _housekeeping(server: Server) -> None:
         if config.appendfsync == "everysec" and now - last_flush >= 1.0 and store.flush_soon():
             last_flush = now
             await _guarded("flushing", store.flush)
+        await _guarded("dropping old prefixes", store.expire)
         quiet = now >= max(next_save, store.last_write + QUIET_SECONDS)
         if quiet and store.vstore_wal.size + store.ssm_wal.size > store.config.wal_size:
             saved = await _guarded("saving", store.save)

@@ -19,7 +19,7 @@ from pion_vllm_mlx.server.keyspace.view import View
 from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.long_arguments import LongArguments
 from pion_vllm_mlx.server.memory import MemoryStores
-from pion_vllm_mlx.server.store.index import Session, group_of
+from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
 
@@ -154,9 +154,21 @@ class Context:
     def state(self) -> State:
         return self.server.store.state
 
+    def live(self, sid: bytes) -> Session | None:
+        """The session of that id, unless it is past its deadline."""
+        session = self.state.sessions.get(sid)
+        if session is None or not session.deadline_ms:
+            return session
+        return session if session.deadline_ms > time.time() * 1000 else None
+
+    def sides(self, namespace: bytes) -> list[Session]:
+        """The K and V sessions of a namespace that exist and are not past their deadline."""
+        sides = (self.live(namespace + KEY_SUFFIX), self.live(namespace + VALUE_SUFFIX))
+        return [session for session in sides if session is not None]
+
     def session(self, sid: bytes, where: str) -> Session:
         """The session of that id. Raises CommandError when there is none."""
-        session = self.state.sessions.get(sid)
+        session = self.live(sid)
         if session is None:
             raise CommandError(f"{where}: session not found")
         return session

@@ -12,6 +12,8 @@ from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import get_format, resolve
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Effect, Reply, command
+from pion_vllm_mlx.server.commands.kv_prefix_blocks import blocks_effect, parse_blocks
+from pion_vllm_mlx.server.commands.kv_prefix_keep import overdue
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.eviction import drop_namespace
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, MAX_LAYER, VALUE_SUFFIX, Session
@@ -23,6 +25,8 @@ OK = Simple("OK")
 MAX_PREFILL_MS = 86_400_000
 #: the ids of its sessions are three bytes longer.
 MAX_NAMESPACE_BYTES = 65_535 - len(KEY_SUFFIX)
+
+_REGISTER_OPTIONS = {"BLOCKS": 3, "PREFILL_MS": 1, "HEADS": 1, "LEAVES": 1}
 
 Specs = dict[int, tuple[int, str, int]]
 
@@ -83,10 +87,11 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
         raise CommandError(f"{where}: a namespace has 1 to {MAX_NAMESPACE_BYTES} bytes")
     dim = arguments.integer(args[2], "kv_dim", 1, 65536)
     requested = _vquant(args[3], where)
-    given = arguments.options(args[4:], {"PREFILL_MS": 1, "HEADS": 1, "LEAVES": 1}, where)
+    given = arguments.options(args[4:], _REGISTER_OPTIONS, where)
     prefill = _optional(given, "PREFILL_MS", 0, MAX_PREFILL_MS)
     heads = _optional(given, "HEADS", 1, 1024)
     specs = parse_leaves(given["LEAVES"][0]) if "LEAVES" in given else ({}, {})
+    table = parse_blocks(given["BLOCKS"]) if "BLOCKS" in given else None
     fmt = resolve(requested, dim).name
     creates = [
         Create(namespace + suffix, dim, requested, fmt, heads, side)
@@ -97,6 +102,8 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
         context.server.prefill_ms.pop(namespace, None)
     if prefill:
         context.server.prefill_ms[namespace] = prefill
+    if table is not None:
+        effects += blocks_effect(context, namespace, table, effects)
     return Effect(effects, OK)
 
 
@@ -109,7 +116,7 @@ def _missing(context: Context, creates: list[Create]) -> list[Record]:
     """The sessions that have to be created; refuses when a different one holds rows."""
     needed: list[Create] = []
     for record in creates:
-        session = context.state.sessions.get(record.sid)
+        session = context.live(record.sid)
         if session is not None and same_schema(session, record):
             context.state.touch(session)
             continue
@@ -119,7 +126,8 @@ def _missing(context: Context, creates: list[Create]) -> list[Record]:
             )
         needed.append(record)
     arriving = sum(record.sid not in context.state.sessions for record in needed)
-    return [*context.store.space.evict_for_sessions(arriving), *needed]
+    evicted = context.store.space.evict_for_sessions(arriving)
+    return [*evicted, *overdue(context, creates[0].sid), *needed]
 
 
 @command(
@@ -134,7 +142,7 @@ def kv_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
     given = arguments.options(args[2:], {"TOKENS": 1, "PREFILL_MS": 1}, "KV.PREFIX.LOOKUP")
     prefill = _optional(given, "PREFILL_MS", 0, MAX_PREFILL_MS)
     tokens = _optional(given, "TOKENS", 0, 1 << 40) if "TOKENS" in given else -1
-    sides = context.state.sides(namespace)
+    sides = context.sides(namespace)
     if len(sides) < 2:
         context.server.ledger.misses += 1
         return Simple("MISS")
@@ -160,7 +168,7 @@ def kv_prefix_drop(context: Context, args: list[Arg]) -> Effect:
     effects: list[Record] = []
     held = 0
     for namespace in namespaces:
-        held += bool(context.state.sides(namespace))
+        held += bool(context.sides(namespace))
         effects += drop_namespace(context.state, namespace, "dropped", int(time.time()))
     return Effect(effects, held)
 
@@ -258,9 +266,11 @@ def _side(session: Session | None) -> dict[str, object]:
 def kv_prefix_explain(context: Context, args: list[Arg]) -> Reply:
     namespace = arguments.sid(args[1])
     state = context.state
-    keys = state.sessions.get(namespace + KEY_SUFFIX)
-    values = state.sessions.get(namespace + VALUE_SUFFIX)
+    keys = context.live(namespace + KEY_SUFFIX)
+    values = context.live(namespace + VALUE_SUFFIX)
     reason, at = state.gone.get(namespace, ("", 0))
+    if len(state.sides(namespace)) > len(context.sides(namespace)):
+        reason = "expired"
     if keys is not None and values is not None:
         verdict, why = "hit", "both sides are present"
     elif reason:

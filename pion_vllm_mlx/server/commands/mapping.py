@@ -71,7 +71,7 @@ async def kv_prefix_map(context: Context, args: list[Arg]) -> Reply:
     if not context.client.local:
         raise CommandError("KV.PREFIX.MAP is for clients on this host")
     for attempt in range(2):
-        sessions = context.state.sides(namespace)
+        sessions = context.sides(namespace)
         if len(sessions) < 2 or all(session.empty for session in sessions):
             return Simple("UNKNOWN")
         if all(session.published for session in sessions):
@@ -81,7 +81,7 @@ async def kv_prefix_map(context: Context, args: list[Arg]) -> Reply:
         await context.store.seal(namespace)
     if not await context.store.verified(sessions):
         return Simple("UNKNOWN")
-    sessions = context.state.sides(namespace)
+    sessions = context.sides(namespace)
     if len(sessions) < 2 or not all(session.published for session in sessions):
         return Simple("UNKNOWN")
     for session in sessions:

@@ -19,7 +19,7 @@ _LARGEST_ID = (1 << 63) - 1
 
 
 def _session(context: Context, sid: bytes, where: str) -> Session:
-    session = context.state.sessions.get(sid)
+    session = context.live(sid)
     if session is None:
         raise CommandError(f"{where}: session not found")
     return session

@@ -9,6 +9,7 @@ from pion_vllm_mlx.formats import get_format, resolve
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Effect, Reply, command
 from pion_vllm_mlx.server.commands.kv_prefix import kv_prefix_info, same_schema
+from pion_vllm_mlx.server.commands.kv_prefix_keep import overdue
 from pion_vllm_mlx.server.commands.vstore_schema import (
     DEFAULT_FORMAT,
     MAX_WIDTH,
@@ -48,14 +49,14 @@ def _asked(args: list[Arg]) -> Create:
 def v_create(context: Context, args: list[Arg]) -> Effect:
     record = _asked(args)
     sid = record.sid
-    session = context.state.sessions.get(sid)
+    session = context.live(sid)
     if session is not None and same_schema(session, record):
         context.state.touch(session)
         return Effect([], session.slot)
     if session is not None and not session.empty:
         raise CommandError("V.CREATE: already exists with a different schema")
-    evicted = context.store.space.evict_for_sessions(0 if session else 1)
-    return Effect([*evicted, record], lambda: context.state.sessions[sid].slot)
+    gone = context.store.space.evict_for_sessions(0 if session else 1) + overdue(context, sid)
+    return Effect([*gone, record], lambda: context.state.sessions[sid].slot)
 
 
 def _shown(sid: bytes) -> str:
@@ -89,7 +90,7 @@ def v_info(context: Context, args: list[Arg]) -> Reply:
         raise CommandError("wrong number of arguments for 'v.info' command")
     if len(args) == 1:
         return "enabled:1\r\n" + str(kv_prefix_info(context, args))
-    session = context.state.sessions.get(arguments.sid(args[1]))
+    session = context.live(arguments.sid(args[1]))
     return None if session is None else _info(session)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
@@ -21,11 +23,58 @@ class EvictionPolicy(ABC):
         """
 
 
+@dataclass(frozen=True)
+class PinLimits:
+    """How much pins may protect: so many sessions, so many bytes of rows; 0 = no limit.
+
+    Half of the session table and half of the disk budget: what is not pinned always finds
+    room, and a forgotten pin cannot close the store.
+    """
+
+    sessions: int = 0
+    bytes: int = 0
+
+    @classmethod
+    def half_of(cls, max_sessions: int, disk_budget: int) -> PinLimits:
+        return cls(max(2, max_sessions // 2), disk_budget // 2)
+
+    def allow(self, count: int, nbytes: int) -> bool:
+        """Whether so many sessions with so many bytes are within the limits."""
+        return not (self.sessions and count > self.sessions or self.bytes and nbytes > self.bytes)
+
+    def refusal(self, state: State, more: Iterable[Session]) -> str:
+        """Why ``more`` sessions cannot be pinned, empty when they can."""
+        pinned = [s for s in state.sessions.values() if s.pinned] + list(more)
+        if self.allow(len(pinned), sum(session.row_bytes() for session in pinned)):
+            return ""
+        return f"pinned prefixes may take {self.sessions} sessions and {self.bytes} bytes at most"
+
+
 class LeastRecentlyUsed(EvictionPolicy):
-    """The least recently accessed session first."""
+    """The least recently accessed session first; pinned ones last.
+
+    A pinned prefix may grow beyond the limits: then the pins that were used least recently
+    protect nothing.
+    """
+
+    def __init__(self, pins: PinLimits | None = None) -> None:
+        self.pins = pins or PinLimits()
 
     def victims(self, state: State) -> Iterator[Session]:
-        yield from state.by_access()
+        order = state.by_access()
+        kept = self._kept([session for session in reversed(order) if session.pinned])
+        yield from (session for session in order if session.sid not in kept)
+        yield from (session for session in order if session.sid in kept)
+
+    def _kept(self, pinned: Iterable[Session]) -> set[bytes]:
+        kept: set[bytes] = set()
+        total = 0
+        for session in pinned:
+            total += session.row_bytes()
+            if not self.pins.allow(len(kept) + 1, total):
+                break
+            kept.add(session.sid)
+        return kept
 
 
 def state_sids(state: State, namespace: bytes) -> tuple[bytes, ...]:
@@ -46,6 +95,14 @@ def drop_namespace(state: State, namespace: bytes, reason: str, at: int) -> list
     if states:
         effects.append(DropStates(states))
     return effects
+
+
+def drop_expired(state: State, now_ms: int, limit: int) -> list[Record]:
+    """The records that free namespaces past their deadline, about ``limit`` sessions of them."""
+    over = (sid for sid in state.timed if state.sessions[sid].deadline_ms <= now_ms)
+    groups = dict.fromkeys(group_of(sid) for sid in islice(over, limit))
+    effects = (drop_namespace(state, group, "expired", now_ms // 1000) for group in groups)
+    return [effect for namespace in effects for effect in namespace]
 
 
 def drop_damaged(state: State, sid: bytes, reason: str, at: int) -> list[Record]:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import resolve
+from pion_vllm_mlx.server.store.blocks import BlockTable
 from pion_vllm_mlx.server.store.files import FileHandle
 from pion_vllm_mlx.server.store.segments import Segment
 from pion_vllm_mlx.server.store.shapes import LayerSpec, RunShape
@@ -154,7 +155,8 @@ class Session:
 
     ``expects_head_major`` is the layout in which its last rows came: a guess, used to
     receive long rows straight into their place. ``rollback`` holds the token counts of its
-    layers at each rollback point; they are in memory only.
+    layers at each rollback point; they are in memory only. ``deadline_ms``: unix
+    milliseconds after which it must not be served, 0 for never.
     """
 
     sid: bytes
@@ -166,6 +168,9 @@ class Session:
     specs: dict[int, LayerSpec]
     accessed: int = 0
     expects_head_major: bool = True
+    pinned: bool = False
+    deadline_ms: int = 0
+    blocks: BlockTable | None = None
     rollback: dict[int, dict[int, int]] = field(default_factory=dict)
     layers: dict[int, LayerRows] = field(default_factory=dict)
 

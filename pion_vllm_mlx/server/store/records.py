@@ -145,7 +145,7 @@ class Rows(Record):
 
 @dataclass(frozen=True)
 class Drop(Record):
-    """Sessions are gone; ``reason`` is dropped, evicted or damaged, ``at`` unix seconds."""
+    """Sessions are gone: dropped, evicted, expired or damaged; ``at`` in unix seconds."""
 
     op = 3
     sids: tuple[bytes, ...]
@@ -174,6 +174,61 @@ class Truncate(Record):
     @classmethod
     def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> Truncate:
         return cls(raw(f["sid"]), {int(n): int(length) for n, length in f["lengths"].items()})
+
+
+@dataclass(frozen=True)
+class Blocks(Record):
+    """A session has this table of block hashes (u64 little endian); it replaces an earlier one."""
+
+    op = 6
+    sid: bytes
+    block_size: int
+    hashes: bytes | memoryview
+
+    @property
+    def inline(self) -> bytes | memoryview:
+        return self.hashes
+
+    def fields(self) -> dict[str, Any]:
+        return {"sid": text(self.sid), "block_size": self.block_size}
+
+    @classmethod
+    def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> Blocks:
+        if len(blob) % 8:
+            raise ValueError("half a block hash")
+        return cls(raw(f["sid"]), f["block_size"], bytes(blob))
+
+
+@dataclass(frozen=True)
+class Pin(Record):
+    """Sessions are evicted last, or no longer."""
+
+    op = 7
+    sids: tuple[bytes, ...]
+    pinned: bool
+
+    def fields(self) -> dict[str, Any]:
+        return {"sids": [text(s) for s in self.sids], "pinned": self.pinned}
+
+    @classmethod
+    def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> Pin:
+        return cls(tuple(raw(s) for s in f["sids"]), bool(f["pinned"]))
+
+
+@dataclass(frozen=True)
+class Expire(Record):
+    """Sessions end at ``deadline_ms``, unix milliseconds; 0: never."""
+
+    op = 8
+    sids: tuple[bytes, ...]
+    deadline_ms: int
+
+    def fields(self) -> dict[str, Any]:
+        return {"sids": [text(s) for s in self.sids], "deadline_ms": self.deadline_ms}
+
+    @classmethod
+    def parse(cls, f: dict[str, Any], blob: bytes | memoryview) -> Expire:
+        return cls(tuple(raw(s) for s in f["sids"]), int(f["deadline_ms"]))
 
 
 @dataclass(frozen=True)
@@ -259,7 +314,8 @@ class DropStates(Record):
 
 
 _PARSERS = {
-    kind.op: kind.parse for kind in (Create, Rows, Drop, Seal, Truncate, StoreState, DropStates)
+    kind.op: kind.parse
+    for kind in (Create, Rows, Drop, Seal, Truncate, Blocks, Pin, Expire, StoreState, DropStates)
 }
 
 

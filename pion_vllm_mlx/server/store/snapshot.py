@@ -74,6 +74,16 @@ def _run_record(session: Session, layer: int, run: Run) -> records.Rows:
     )
 
 
+def _keeping(session: Session) -> Iterator[records.Record]:
+    """What a session has beside its rows."""
+    if session.blocks is not None:
+        yield records.Blocks(session.sid, session.blocks.block_size, session.blocks.blob)
+    if session.pinned:
+        yield records.Pin((session.sid,), True)
+    if session.deadline_ms:
+        yield records.Expire((session.sid,), session.deadline_ms)
+
+
 def vstore_records(state: State) -> Iterator[records.Record]:
     """Sessions least recently used first, each with its runs as they arrived; then seals.
 
@@ -84,6 +94,7 @@ def vstore_records(state: State) -> Iterator[records.Record]:
         yield records.Create(
             session.sid, session.dim, session.requested, session.fmt, session.heads, specs
         )
+        yield from _keeping(session)
         runs = [(layer, run) for layer, rows in session.layers.items() for run in rows.runs()]
         for layer, run in sorted(runs, key=lambda entry: entry[1].run_id):
             yield _run_record(session, layer, run)

@@ -13,7 +13,12 @@ import time
 from dataclasses import dataclass
 
 from pion_vllm_mlx.errors import CommandError
-from pion_vllm_mlx.server.store.eviction import EvictionPolicy, drop_namespace, drop_session
+from pion_vllm_mlx.server.store.eviction import (
+    EvictionPolicy,
+    PinLimits,
+    drop_namespace,
+    drop_session,
+)
 from pion_vllm_mlx.server.store.index import InSegment, group_of
 from pion_vllm_mlx.server.store.records import Record
 from pion_vllm_mlx.server.store.sealing import sessions_of
@@ -35,6 +40,7 @@ class Space:
     policy: EvictionPolicy
     disk_budget: int
     max_sessions: int
+    pin_limits: PinLimits
     evictions: int = 0
 
     def disk_bytes(self) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from pion_vllm_mlx.errors import DamagedData
 from pion_vllm_mlx.server.store import records
+from pion_vllm_mlx.server.store.blocks import BlockTable
 from pion_vllm_mlx.server.store.index import (
     KEY_SUFFIX,
     VALUE_SUFFIX,
@@ -54,7 +55,8 @@ class State:
     """Sessions by id, recurrent states by id and layer.
 
     ``segment_of`` finds the segment a record names (raises OSError);
-    ``unused`` collects segments in which nothing lives any more, for the store to unlink.
+    ``unused`` collects segments in which nothing lives any more, for the store to unlink;
+    ``timed`` has the ids of sessions with a deadline.
     """
 
     segment_of: Callable[[str, bytes], Segment]
@@ -63,6 +65,7 @@ class State:
     gone: dict[bytes, tuple[str, int]] = field(default_factory=dict)
     inline_runs: dict[int, InlineRun] = field(default_factory=dict)
     unused: list[Segment] = field(default_factory=list)
+    timed: set[bytes] = field(default_factory=set)
     fresh: bool = True
     _clock: int = 0
     _free_slots: list[int] = field(default_factory=list)
@@ -80,6 +83,8 @@ class State:
                     self._drop(sid, record.reason, record.at)
             case records.Truncate():
                 self._truncate(record)
+            case records.Blocks() | records.Pin() | records.Expire():
+                self._keep(record)
             case records.Seal():
                 self._seal(record)
             case records.StoreState():
@@ -163,6 +168,21 @@ class State:
             if not layer.extents:
                 del session.layers[number]
 
+    def _keep(self, record: records.Blocks | records.Pin | records.Expire) -> None:
+        """What is known about sessions beside their rows; one that went meanwhile stays away."""
+        sids = (record.sid,) if isinstance(record, records.Blocks) else record.sids
+        for session in [self.sessions[sid] for sid in sids if sid in self.sessions]:
+            match record:
+                case records.Blocks():
+                    session.blocks = BlockTable(record.block_size, bytes(record.hashes))
+                case records.Pin():
+                    session.pinned = record.pinned
+                case records.Expire():
+                    session.deadline_ms = record.deadline_ms
+                    self.timed.discard(session.sid)
+                    if record.deadline_ms:
+                        self.timed.add(session.sid)
+
     def _place(self, name: str, offset: int, group: bytes, inline: Inline | None) -> Place:
         if name:
             segment = self.segment_of(name, group)
@@ -188,6 +208,7 @@ class State:
         session = self.sessions.pop(sid, None)
         if session is None:
             return
+        self.timed.discard(sid)
         heapq.heappush(self._free_slots, session.slot)
         for run in session.runs():
             self._forget_run(run)

@@ -22,7 +22,9 @@ from pion_vllm_mlx.server.store import framing, snapshot
 from pion_vllm_mlx.server.store.eviction import (
     EvictionPolicy,
     LeastRecentlyUsed,
+    PinLimits,
     drop_damaged,
+    drop_expired,
     drop_namespace,
 )
 from pion_vllm_mlx.server.store.files import publish, raise_file_limit
@@ -40,6 +42,8 @@ T = TypeVar("T")
 INLINE_BYTES = 64 << 10
 #: how long sealing waits for stores that are under way.
 SEAL_WAIT_SECONDS = 1.0
+#: how many sessions past their deadline are dropped at once.
+_EXPIRE_BATCH = 256
 #: how many groups a SAVE seals with one trip to the disk.
 _SEAL_BATCH = 64
 
@@ -87,12 +91,14 @@ class Store:
         found = Recovery(self.paths, config.wal, config.salvage).run()
         self.state = found.state
         self.segments = found.folder
+        pins = PinLimits.half_of(config.max_sessions, config.disk_budget)
         self.space = Space(
             found.state,
             found.folder,
-            policy or LeastRecentlyUsed(),
+            policy or LeastRecentlyUsed(pins),
             config.disk_budget,
             config.max_sessions,
+            pins,
         )
         self.vstore_wal = found.vstore_wal
         self.ssm_wal = found.ssm_wal
@@ -160,6 +166,13 @@ class Store:
         """Segments, then logs, to stable storage: everything acknowledged so far."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self.io, self._flush)
+
+    async def expire(self) -> None:
+        """Drop namespaces past their deadline, some at a time. Raises CommandError."""
+        if self.state.timed:
+            now_ms = int(time.time() * 1000)
+            if drop_expired(self.state, now_ms, 1):
+                await self.commit(lambda: drop_expired(self.state, now_ms, _EXPIRE_BATCH))
 
     # -- room ------------------------------------------------------------------
 

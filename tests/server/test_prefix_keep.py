@@ -1,0 +1,172 @@
+"""PIN, UNPIN, EXPIRE, OWNER: who goes last, who goes when, and who is there."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from pion_vllm_mlx.server.store.eviction import LeastRecentlyUsed, PinLimits
+from tests.recovery.driving import Driver, Options, refused
+from tests.recovery.material import register, rows, state
+from tests.server.wire import Wire, refuse
+
+
+def held(driver: Driver) -> set[str]:
+    return {sid.decode()[:-3] for sid in driver.store.state.sessions}
+
+
+def later(seconds: float) -> mock._patch[mock.MagicMock]:
+    """Within the block, every clock of the server shows a later time."""
+    now = time.time() + seconds
+    return mock.patch.object(time, "time", lambda: now)
+
+
+def test_the_least_recently_used_pinned_prefix_outlives_all_others(tmp_path: Path) -> None:
+    with Driver(tmp_path, Options(max_sessions=8)) as driver:
+        driver.ask(*register("kept"))
+        assert driver.ask("KV.PREFIX.PIN", "kept") == 1
+        for number in range(10):
+            driver.ask(*register(f"n{number}"))
+        assert held(driver) == {"kept", "n7", "n8", "n9"}
+
+        assert driver.ask("KV.PREFIX.UNPIN", "kept") == 1
+        driver.ask(*register("n10"))
+        assert held(driver) == {"n7", "n8", "n9", "n10"}
+
+
+def test_pins_are_evicted_where_nothing_else_is_left(tmp_path: Path) -> None:
+    with Driver(tmp_path, Options(max_sessions=4)) as driver:
+        driver.ask(*register("kept"))
+        driver.ask("KV.PREFIX.PIN", "kept")
+        for number in range(2):
+            driver.ask(*register(f"n{number}"))
+        victims = [s.sid for s in driver.store.space.policy.victims(driver.store.state)]
+        assert victims == [b"n1_pk", b"n1_pv", b"kept_pk", b"kept_pv"]
+
+
+def test_pins_past_half_of_the_table_are_refused(tmp_path: Path) -> None:
+    with Driver(tmp_path, Options(max_sessions=8)) as driver:
+        for name in "abc":
+            driver.ask(*register(name))
+        assert [driver.ask("KV.PREFIX.PIN", name) for name in "ab"] == [1, 1]
+        assert "pinned prefixes may take 4 sessions" in refused(driver, "KV.PREFIX.PIN", "c")
+        # what is pinned already stays within the cap
+        assert driver.ask("KV.PREFIX.PIN", "a") == 1
+        driver.ask("KV.PREFIX.UNPIN", "a")
+        assert driver.ask("KV.PREFIX.PIN", "c") == 1
+
+
+def test_pins_that_grew_past_the_cap_protect_the_newest_of_them(tmp_path: Path) -> None:
+    with Driver(tmp_path) as driver:
+        for name in "abc":
+            driver.ask(*register(name))
+            driver.ask(*rows(f"{name}_pk", 0, 0, 10))
+            driver.ask("KV.PREFIX.PIN", name)
+        a_side = driver.store.state.sessions[b"a_pk"].row_bytes()
+        policy = LeastRecentlyUsed(PinLimits(bytes=2 * a_side))
+        order = [session.sid for session in policy.victims(driver.store.state)]
+        assert order[:2] == [b"a_pv", b"a_pk"] and order[-1] == b"c_pk"
+
+
+def test_pins_and_deadlines_survive_log_and_snapshot(tmp_path: Path) -> None:
+    with Driver(tmp_path) as driver:
+        for name in "abc":
+            driver.ask(*register(name))
+        driver.ask("KV.PREFIX.PIN", "a")
+        driver.ask("KV.PREFIX.PIN", "b")
+        driver.ask("KV.PREFIX.UNPIN", "b")
+        driver.ask("KV.PREFIX.EXPIRE", "c", 100)
+        driver.ask("KV.PREFIX.EXPIRE", "b", 100)
+        driver.ask("KV.PREFIX.EXPIRE", "b", -1)
+    for command in ("KV.PREFIX.SAVE", "PING", "KV.PREFIX.SAVE"):
+        with Driver(tmp_path) as driver:
+            sessions = driver.store.state.sessions
+            assert {sid for sid, s in sessions.items() if s.pinned} == {b"a_pk", b"a_pv"}
+            assert driver.store.state.timed == {b"c_pk", b"c_pv"}
+            driver.ask(command)
+            with later(101):
+                answers = [driver.ask("KV.PREFIX.LOOKUP", name) for name in "abc"]
+            assert answers == ["HIT", "HIT", "MISS"]
+
+
+def test_nothing_of_a_namespace_past_its_deadline_is_served(wire: Wire, ns: str) -> None:
+    wire.ok("KV.PREFIX.REGISTER", ns, 64, "fp16", "BLOCKS", 64, 1, bytes(8))
+    wire.ok("V.STOREBATCH", f"{ns}_pk", 0, 0, 1, bytes(256))
+    wire.ok("V.STOREBATCH", f"{ns}_pv", 0, 0, 1, bytes(256))
+    assert wire.ask("KV.PREFIX.LOOKUP", ns) == "HIT" and wire.ask("KV.PREFIX.OWNER", ns) == "0"
+
+    answers = wire.together(
+        ("KV.PREFIX.EXPIRE", ns, 0),
+        ("KV.PREFIX.LOOKUP", ns),
+        ("KV.PREFIX.OWNER", ns),
+        ("KV.PREFIX.BLOCKS", ns),
+        ("KV.PREFIX.MEMBERSHIP", ns, 1, bytes(8)),
+        ("KV.PREFIX.MAP", ns),
+        ("V.INFO", f"{ns}_pk"),
+        ("V.FETCH", f"{ns}_pk", 0, "RANGE", 0, 1),
+        ("KV.PREFIX.PIN", ns),
+        ("KV.PREFIX.EXPIRE", ns, 100),
+    )
+
+    assert answers[:7] == [1, "MISS", "-1", "UNKNOWN", "UNKNOWN", "UNKNOWN", None]
+    assert "not found" in answers[7] and answers[8:] == [0, 0]
+    assert b"expired" in wire.ask("KV.PREFIX.EXPLAIN", ns)
+
+
+def test_housekeeping_drops_what_is_over_with_its_states(wire: Wire, ns: str) -> None:
+    wire.ok("KV.PREFIX.REGISTER", ns, 64, "fp16")
+    wire.ok("SSM.PREFIX.STORE", f"{ns}@8", 0, b"state")
+    wire.ask("KV.PREFIX.EXPIRE", ns, 0)
+    deadline = time.monotonic() + 20
+    while wire.ask("SSM.PREFIX.FETCH", f"{ns}@8", 0) is not None:
+        assert time.monotonic() < deadline, "never dropped"
+        time.sleep(0.02)
+    assert b'"expired"' in wire.ask("KV.PREFIX.EXPLAIN", ns)
+
+
+def test_an_expired_namespace_is_registered_anew_and_empty(tmp_path: Path) -> None:
+    with Driver(tmp_path) as driver:
+        driver.ask(*register("a"), "BLOCKS", 64, 1, bytes(8))
+        driver.ask(*rows("a_pk", 0, 0, 3))
+        driver.ask(*state("a", 0, 100))
+        driver.ask("KV.PREFIX.EXPIRE", "a", 50)
+        with later(51):
+            driver.ask(*register("a"))
+            assert driver.ask("KV.PREFIX.LOOKUP", "a") == "HIT"
+            assert driver.ask("KV.PREFIX.BLOCKS", "a") == "UNKNOWN"
+            assert driver.state_of("a", 0) is None
+        expected = driver.content()
+        assert not driver.store.state.timed
+    with Driver(tmp_path) as driver, later(100):
+        assert driver.ask("KV.PREFIX.LOOKUP", "a") == "HIT"
+        assert driver.content() == expected
+
+
+def test_an_expiry_is_an_effect_that_a_restart_does_not_undo(tmp_path: Path) -> None:
+    with Driver(tmp_path) as driver:
+        driver.ask(*register("a"))
+        driver.ask(*register("b"))
+        driver.ask("KV.PREFIX.EXPIRE", "a", 50)
+        driver.loop.run_until_complete(driver.store.expire())
+        assert held(driver) == {"a", "b"}
+        with later(51):
+            driver.loop.run_until_complete(driver.store.expire())
+        assert held(driver) == {"b"}
+    with Driver(tmp_path) as driver:
+        assert held(driver) == {"b"}
+
+
+@pytest.mark.parametrize("seconds", ["", "-2", "1e3", "abc", "99999999999", "1.5"])
+def test_a_bad_number_of_seconds_is_refused(wire: Wire, ns: str, seconds: str) -> None:
+    wire.ok("KV.PREFIX.REGISTER", ns, 64, "fp16")
+    refuse(wire, "seconds", "KV.PREFIX.EXPIRE", ns, seconds)
+
+
+@pytest.mark.parametrize("command", ["PIN", "UNPIN", "EXPIRE"])
+def test_a_namespace_that_is_not_there_is_no_error(wire: Wire, ns: str, command: str) -> None:
+    more = (10,) if command == "EXPIRE" else ()
+    assert wire.ask(f"KV.PREFIX.{command}", ns, *more) == 0
+    assert wire.ask("KV.PREFIX.OWNER", ns) == "-1"
