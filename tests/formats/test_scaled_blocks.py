@@ -212,6 +212,15 @@ def test_a_block_without_a_scale_or_a_step_has_no_codes(name: str) -> None:
     assert np.abs(back[1:] - rows[1:]).max() <= 1e-40
 
 
+@pytest.mark.parametrize(("name", "ends"), [("turbo4", 7), ("turbo3", 3), ("fp8", 1)])
+def test_a_block_whose_scale_is_rounded_down_saturates(name: str, ends: int) -> None:
+    rows = np.zeros((1, 64), np.float32)
+    scale = np.float32(2.0**-24)  # the smallest of f16
+    rows[0, 0], rows[0, 40], rows[0, 41] = 1, ends * 1.49 * scale, -ends * 1.49 * scale
+    back = there_and_back(name, rows)
+    assert back[0, 40:42].tolist() == [ends * scale, -ends * scale]
+
+
 @pytest.mark.parametrize("name", [*BLOCKED, ROPE])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", [(0, 0), (70, 133), (99, 1023)])
