@@ -34,16 +34,20 @@ def find(args: list[Arg]) -> Command:
     name = args[0] if isinstance(args[0], bytes) else b""
     command = TABLE.get(name.upper())
     if command is None:
-        shown = " ".join(
-            f"'{arg[:128].decode('utf-8', 'replace')}'"
-            for arg in args[1 : 1 + _SHOWN_ARGUMENTS]
-            if isinstance(arg, bytes)
-        )
-        text = name[:128].decode("utf-8", "replace")
-        raise CommandError(f"unknown command '{text}', with args beginning with: {shown}")
+        raise _unknown(name, args[1:])
     if not command.accepts(len(args)):
         raise CommandError(f"wrong number of arguments for '{command.name.lower()}' command")
     return command
+
+
+def _unknown(name: bytes, rest: list[Arg]) -> CommandError:
+    shown = " ".join(
+        f"'{arg[:128].decode('utf-8', 'replace')}'"
+        for arg in rest[:_SHOWN_ARGUMENTS]
+        if isinstance(arg, bytes)
+    )
+    text = name[:128].decode("utf-8", "replace")
+    return CommandError(f"unknown command '{text}', with args beginning with: {shown}")
 
 
 def guard(command: Command, context: Context, args: list[Arg]) -> None:

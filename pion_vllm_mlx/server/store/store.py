@@ -148,10 +148,14 @@ class Store:
         self.last_write = time.monotonic()
         self.space.discard_unused()
         if self.config.appendfsync == "always":
-            try:
-                await loop.run_in_executor(self._log_thread, self._flush)
-            except OSError as error:
-                raise CommandError(f"stored, but not flushed: {error.strerror}") from error
+            await self._flush_at_once()
+
+    async def _flush_at_once(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._log_thread, self._flush)
+        except OSError as error:
+            raise CommandError(f"stored, but not flushed: {error.strerror}") from error
 
     def flush_soon(self) -> bool:
         """Whether something written is not yet on stable storage."""
