@@ -1,0 +1,452 @@
+"""Keys that were acknowledged are there after any end of the process, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pion_vllm_mlx.errors import CommandError, DamagedData, NewerFormat
+from pion_vllm_mlx.server.keyspace.changes import PIECE_BYTES, Change, Verb, change
+from pion_vllm_mlx.server.keyspace.data import Data, Overlay
+from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
+from pion_vllm_mlx.server.keyspace.recovery import SNAPSHOT_MAGIC, WAL_MAGIC
+from pion_vllm_mlx.server.keyspace.values import SortedSet
+from pion_vllm_mlx.server.store import framing
+from pion_vllm_mlx.server.store.store import StoreConfig
+from tests.conftest import RunningServer
+from tests.recovery.faults import failing
+from tests.server.wire import Wire
+
+WAL, SNAPSHOT = "pion.wal.0", "pion.snapshot.0"
+NOW = 1_900_000_000_000
+
+#: one step with every verb of the log; a later one changes what an earlier one made
+SCRIPT: list[list[Change]] = [
+    [change(Verb.SET, b"s", b"\x01\x02\xff")],
+    [change(Verb.SET, b"t", b"1"), change(Verb.DEADLINE, b"t", b"%d" % (NOW + 5000))],
+    [change(Verb.APPEND, b"s", b"more")],
+    [change(Verb.HSET, b"h", b"a", b"1", b"b", b"2")],
+    [change(Verb.ZADD, b"z", b"m", (0.1).hex().encode(), b"n", b"inf")],
+    [change(Verb.SADD, b"set", b"x", b"y")],
+    [change(Verb.RPUSH, b"l", b"1", b"2", b"3"), change(Verb.LPUSH, b"l", b"0", b"-1")],
+    [change(Verb.HDEL, b"h", b"a")],
+    [change(Verb.ZREM, b"z", b"n")],
+    [change(Verb.SREM, b"set", b"x")],
+    [change(Verb.LPOP, b"l", b"2"), change(Verb.RPOP, b"l", b"1")],
+    [change(Verb.RENAME, b"t", b"u")],
+    [change(Verb.SET, b"t", b"x"), change(Verb.DELETE, b"h", b"set")],
+    [change(Verb.FLUSH)],
+    [change(Verb.SET, b"after", b"flush")],
+]
+Content = dict[bytes, tuple[Any, int]]
+
+
+def content(data: Data) -> Content:
+    """Every key with its value and deadline."""
+    return {
+        key: (e.value.scores if isinstance(e.value, SortedSet) else e.value, e.deadline)
+        for key, e in data.entries.items()
+    }
+
+
+class Keys:
+    """One start of a keyspace on a folder, without a server around it."""
+
+    def __init__(self, folder: Path, salvage: bool = False, wal: bool = True) -> None:
+        self.loop = asyncio.new_event_loop()
+        config = StoreConfig(folder, wal=wal, appendfsync="no", salvage=salvage)
+        try:
+            self.keyspace = self.loop.run_until_complete(self._open(config))
+        except BaseException:
+            self.loop.close()
+            raise
+        self.keyspace.clock = lambda: NOW
+
+    async def _open(self, config: StoreConfig) -> Keyspace:
+        return Keyspace.open(config)
+
+    def __enter__(self) -> Keys:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.keyspace._thread.shutdown()
+        self.loop.close()
+
+    def do(self, changes: list[Change]) -> None:
+        self.loop.run_until_complete(self.keyspace.commit(lambda: changes))
+
+    def save(self) -> None:
+        self.loop.run_until_complete(self.keyspace.save())
+
+    @property
+    def content(self) -> Content:
+        return content(self.keyspace.data)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, folder: Path) -> Iterator[Callable[[], Path]]:
+    """Copies of the folder, each in the place of the one before."""
+    place = tmp_path / "copy"
+
+    def copy() -> Path:
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(folder, place)
+        return place
+
+    yield copy
+
+
+def run(folder: Path, save_after: int = -1) -> list[Content]:
+    """Carry out the script; what there was before it and after each step."""
+    with Keys(folder) as keys:
+        seen = [keys.content]
+        for number, changes in enumerate(SCRIPT):
+            keys.do(changes)
+            seen.append(content_copy(keys.content))
+            if number == save_after:
+                keys.save()
+    return seen
+
+
+def content_copy(found: Content) -> Content:
+    return {k: (v if isinstance(v, bytes) else v.copy(), d) for k, (v, d) in found.items()}
+
+
+def fits(keys: Keys, changes: list[Change]) -> bool:
+    """Whether the changes can be made, now that one before them was perhaps refused."""
+    trial = Overlay(keys.keyspace.data, NOW)
+    try:
+        for one in changes:
+            trial.apply(one)
+    except DamagedData:
+        return False
+    return True
+
+
+def reopened(folder: Path, salvage: bool = False) -> Content:
+    with Keys(folder, salvage) as keys:
+        return keys.content
+
+
+@pytest.mark.parametrize("step", range(len(SCRIPT)))
+def test_every_kind_of_change_comes_back_from_the_log_and_from_the_snapshot(
+    folder: Path, fresh: Callable[[], Path], step: int
+) -> None:
+    with Keys(folder) as keys:
+        for changes in SCRIPT[: step + 1]:
+            keys.do(changes)
+        expected = keys.content
+        assert reopened(fresh()) == expected
+        keys.save()
+        assert (folder / WAL).stat().st_size == 0
+        assert reopened(fresh()) == expected
+        assert not (folder / f"{SNAPSHOT}.tmp").exists()
+
+
+def test_a_save_in_the_middle_and_a_log_behind_it_are_one_history(folder: Path) -> None:
+    for save_after in range(len(SCRIPT)):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        seen = run(folder, save_after)
+        assert reopened(folder) == seen[-1]
+
+
+def test_a_log_cut_at_any_byte_holds_what_was_acknowledged_before_and_goes_on(
+    folder: Path, fresh: Callable[[], Path]
+) -> None:
+    seen = run(folder)
+    frames = framing.scan(memoryview((folder / WAL).read_bytes()), WAL_MAGIC, WAL).frames
+    ends = [frame.payload_offset + len(frame.payload) for frame in frames]
+    for size in range((folder / WAL).stat().st_size + 1):
+        copy = fresh()
+        os.truncate(copy / WAL, size)
+        complete = sum(1 for end in ends if end <= size)
+        with Keys(copy) as keys:
+            assert keys.content == seen[complete], size
+            keys.do([change(Verb.SET, b"later", b"v")])
+        assert reopened(copy)[b"later"] == (b"v", 0)
+
+
+def test_any_flipped_bit_of_a_log_is_damage_or_a_torn_end_never_other_data(
+    folder: Path, fresh: Callable[[], Path]
+) -> None:
+    seen = run(folder)
+    size = (folder / WAL).stat().st_size
+    refused = 0
+    for position in range(size):
+        copy = fresh()
+        _flip(copy / WAL, position)
+        try:
+            assert reopened(copy) in seen, position
+        except (DamagedData, NewerFormat):
+            refused += 1
+            assert reopened(copy, salvage=True) in seen, position
+            assert list(copy.glob(f"{WAL}.damaged-*")), position
+    assert refused > size // 2
+
+
+def test_any_flipped_bit_of_a_snapshot_is_refused_and_set_aside_by_a_repair(
+    folder: Path, fresh: Callable[[], Path]
+) -> None:
+    with Keys(folder) as keys:
+        for changes in SCRIPT[:7]:
+            keys.do(changes)
+        keys.save()
+    for position in range((folder / SNAPSHOT).stat().st_size):
+        copy = fresh()
+        _flip(copy / SNAPSHOT, position)
+        if 28 <= position < 32:
+            continue  # four bytes of the header mean nothing
+        with pytest.raises((DamagedData, NewerFormat)):
+            reopened(copy)
+        if position in range(8, 12):
+            continue  # a newer version is never repaired away
+        assert reopened(copy, salvage=True) == {}
+        assert list(copy.glob(f"{SNAPSHOT}.damaged-*"))
+        assert reopened(copy) == {}
+
+
+def _flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << position % 8
+    path.write_bytes(data)
+
+
+def test_a_snapshot_cut_anywhere_is_refused(folder: Path, fresh: Callable[[], Path]) -> None:
+    with Keys(folder) as keys:
+        keys.do(SCRIPT[3])
+        keys.save()
+    for size in range((folder / SNAPSHOT).stat().st_size):
+        copy = fresh()
+        os.truncate(copy / SNAPSHOT, size)
+        with pytest.raises(DamagedData):
+            reopened(copy)
+
+
+def test_a_newer_log_is_refused_by_name(folder: Path) -> None:
+    run(folder)
+    for name, magic in ((WAL, WAL_MAGIC), (SNAPSHOT, SNAPSHOT_MAGIC)):
+        newer = framing._HEADER.pack(magic, 2, 0, 0)
+        data = newer + framing._TAIL.pack(framing.crc32c(newer), 0)
+        (folder / name).write_bytes(data)
+        with pytest.raises(NewerFormat, match=name):
+            reopened(folder)
+        (folder / name).unlink()
+
+
+def test_whatever_call_of_the_system_fails_a_refused_change_is_not_there_and_others_are(
+    folder: Path,
+) -> None:
+    for fail_at in range(1000):
+        shutil.rmtree(folder)
+        folder.mkdir()
+        with Keys(folder) as keys:
+            with failing(fail_at) as faults:
+                for number, changes in enumerate(SCRIPT):
+                    before = content_copy(keys.content)
+                    try:
+                        if fits(keys, changes):
+                            keys.do(changes)
+                    except CommandError:
+                        assert keys.content == before
+                    if number == 6:
+                        with contextlib.suppress(CommandError):
+                            keys.save()
+            final = keys.content
+        assert reopened(folder) == final, (fail_at, faults.failed)
+        if not faults.failed:
+            break
+    assert fail_at > 10
+
+
+def test_a_change_longer_than_a_piece_is_there_whole_or_not_at_all(
+    folder: Path, fresh: Callable[[], Path]
+) -> None:
+    long = os.urandom(2 * PIECE_BYTES + 5)
+    with Keys(folder) as keys:
+        keys.do([change(Verb.SET, b"a", b"1")])
+        keys.do([change(Verb.SET, b"long", long), change(Verb.SET, b"a", b"2")])
+        keys.do([change(Verb.SET, b"b", b"3")])
+    frames = framing.scan(_view(folder), WAL_MAGIC, WAL)
+    assert [frame.op for frame in frames.frames] == [1, 2, 3, 4, 1]
+    assert reopened(folder) == {b"a": (b"2", 0), b"long": (long, 0), b"b": (b"3", 0)}
+    for frame in frames.frames[1:4]:
+        copy = fresh()
+        os.truncate(copy / WAL, frame.payload_offset + len(frame.payload) - 1)
+        with Keys(copy) as keys:
+            assert keys.content == {b"a": (b"1", 0)}
+            keys.do([change(Verb.SET, b"b", b"4")])
+        assert reopened(copy) == {b"a": (b"1", 0), b"b": (b"4", 0)}
+    with Keys(folder) as keys:
+        keys.save()
+    assert reopened(folder)[b"long"] == (long, 0)
+
+
+def _view(folder: Path) -> memoryview:
+    return memoryview((folder / WAL).read_bytes())
+
+
+def test_a_piece_that_the_disk_refuses_takes_none_of_its_change_along(folder: Path) -> None:
+    long = bytes(2 * PIECE_BYTES + 5)
+    with Keys(folder) as keys:
+        keys.do([change(Verb.SET, b"a", b"1")])
+        with failing(1) as faults, pytest.raises(CommandError):
+            keys.do([change(Verb.SET, b"long", long)])
+        assert faults.failed == ["pwrite"]
+        keys.do([change(Verb.SET, b"b", b"2")])
+    assert reopened(folder) == {b"a": (b"1", 0), b"b": (b"2", 0)}
+
+
+def test_deadlines_are_absolute_and_what_ended_is_deleted_before_it_is_met_again(
+    folder: Path,
+) -> None:
+    with Keys(folder) as keys:
+        keys.do(SCRIPT[1])
+        keys.keyspace.clock = lambda: NOW + 5000
+        keys.do([change(Verb.HSET, b"t", b"f", b"v")])
+        assert keys.content == {b"t": ({b"f": b"v"}, 0)}
+    assert reopened(folder) == {b"t": ({b"f": b"v"}, 0)}
+
+
+def test_without_a_log_only_a_save_keeps_anything(folder: Path) -> None:
+    with Keys(folder, wal=False) as keys:
+        keys.do(SCRIPT[0])
+        keys.save()
+        keys.do(SCRIPT[3])
+    assert not (folder / WAL).exists()
+    with Keys(folder, wal=False) as keys:
+        assert keys.content == {b"s": (b"\x01\x02\xff", 0)}
+
+
+def test_a_log_under_steady_load_is_saved_away(folder: Path) -> None:
+    with Keys(folder) as keys:
+        keys.keyspace.config = StoreConfig(folder, wal_size=1000)
+        assert not keys.keyspace.save_soon(quiet_seconds=1e9)
+        keys.do([change(Verb.SET, b"k", bytes(4001))])
+        assert keys.keyspace.save_soon(quiet_seconds=1e9)
+        keys.save()
+        assert not keys.keyspace.save_soon(quiet_seconds=0)
+        keys.do([change(Verb.SET, b"k", bytes(2000))])
+        # a snapshot of 4 KB for each 2 KB logged would write thrice what is stored
+        assert not keys.keyspace.save_soon(quiet_seconds=0)
+        keys.do([change(Verb.SET, b"k", bytes(2100))])
+        assert keys.keyspace.save_soon(quiet_seconds=0)
+
+
+# -- a whole server --------------------------------------------------------------
+
+
+def test_keys_of_every_kind_survive_a_kill_and_a_save(pion_server: RunningServer) -> None:
+    def answers() -> list[Any]:
+        with Wire.tcp(pion_server.port) as wire:
+            return [
+                wire.ask("GET", "s"),
+                wire.ask("HGETALL", "h"),
+                wire.ask("ZRANGE", "z", 0, -1, "WITHSCORES"),
+                sorted(wire.ask("SMEMBERS", "set")),
+                wire.ask("LRANGE", "l", 0, -1),
+                wire.ask("GET", "x"),
+                wire.ask("TTL", "s") > 900,
+                wire.ask("DBSIZE"),
+            ]
+
+    with Wire.tcp(pion_server.port) as wire:
+        wire.ok("SET", "s", b"\x01\x02\xff", "EX", "1000")
+        wire.ask("HSET", "h", "f", "v", b"\r\n", b"\0")
+        wire.ask("ZADD", "z", "0.1", "a", "-inf", "b")
+        wire.ask("SADD", "set", "m", "n")
+        wire.ask("RPUSH", "l", "1", "2")
+        wire.together(("MULTI",), ("SET", "x", "1"), ("INCR", "x"), ("EXEC",))
+    before = answers()
+    pion_server.restart()
+    assert "keyspace log replayed: 6 records" in pion_server.output()
+    assert answers() == before
+    with Wire.tcp(pion_server.port) as wire:
+        wire.ok("SAVE")
+        assert wire.ask("LASTSAVE") > 0
+    assert (pion_server.dir / WAL).stat().st_size == 0
+    pion_server.restart()
+    assert answers() == before
+    pion_server.stop()
+    pion_server.start()
+    assert answers() == before
+
+
+def test_keys_survive_kills_at_any_moment_of_mixed_writes(pion_server: RunningServer) -> None:
+    """Counters of several clients: never behind what was acknowledged, at most one ahead."""
+    chance = random.Random(7)
+    acknowledged = [0, 0, 0]
+    pad = bytes(chance.randrange(256) for _ in range(100_000))
+
+    def work(number: int) -> None:
+        try:
+            with Wire.tcp(pion_server.port) as wire:
+                while True:
+                    value = acknowledged[number] + 1
+                    wire.together(
+                        ("MULTI",),
+                        ("SET", f"n{number}", value),
+                        ("SET", f"pad{number}", b"%d " % value + pad[: value * 977 % 100_000]),
+                        ("HSET", f"h{number}", "f", value),
+                        ("EXEC",),
+                    )
+                    acknowledged[number] = value
+                    if number == 0 and value % 20 == 0:
+                        wire.ok("SAVE")
+        except (OSError, EOFError):
+            return
+
+    for _ in range(5):
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(3)]
+        for thread in threads:
+            thread.start()
+        threading.Event().wait(chance.uniform(0.05, 0.3))
+        pion_server.kill()
+        for thread in threads:
+            thread.join()
+        pion_server.start()
+        with Wire.tcp(pion_server.port) as wire:
+            for number in range(3):
+                value = int(wire.ask("GET", f"n{number}") or 0)
+                assert acknowledged[number] <= value <= acknowledged[number] + 1
+                if value:
+                    assert wire.ask("HGET", f"h{number}", "f") == b"%d" % value
+                    assert wire.ask("GET", f"pad{number}").startswith(b"%d " % value)
+                acknowledged[number] = value
+    assert min(acknowledged) > 5
+
+
+def test_a_damaged_log_is_refused_by_name_and_repaired_on_demand(
+    pion_server: RunningServer,
+) -> None:
+    with Wire.tcp(pion_server.port) as wire:
+        for number in range(3):
+            wire.ok("SET", f"k{number}", "v")
+    pion_server.kill()
+    _flip(pion_server.dir / WAL, 60)
+    with pytest.raises(RuntimeError, match=f"FATAL {WAL} at 32"):
+        pion_server.start()
+    pion_server.start("--repair")
+    assert "kept as" in pion_server.output()
+    with Wire.tcp(pion_server.port) as wire:
+        assert wire.ask("KEYS", "*") == []
+        wire.ok("SET", "k", "v")
+    pion_server.restart()
+    with Wire.tcp(pion_server.port) as wire:
+        assert wire.ask("GET", "k") == b"v"
