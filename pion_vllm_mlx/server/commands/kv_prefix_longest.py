@@ -1,0 +1,51 @@
+"""KV.PREFIX.LONGEST: the longest stored prefix of a prompt, in one round trip."""
+
+from __future__ import annotations
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server import arguments
+from pion_vllm_mlx.server.command import Reply, command
+from pion_vllm_mlx.server.lineage import TOKEN_BYTES, Index
+from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.wire.resp import Arg
+
+_PREFIX = b"pps:"
+
+
+def _namespace(index: bytes, segment: int) -> bytes:
+    """``pps<mid>s<segment>``: where the rows of a segment are stored."""
+    return b"pps%ss%d" % (index[len(_PREFIX) :], segment)
+
+
+def _holds(context: Context, namespace: bytes, rows: int) -> bool:
+    """Whether a lookup would hit, and every layer that has rows has so many."""
+    sides = context.sides(namespace)
+    if len(sides) < 2:
+        return False
+    counts = [layer.count for session in sides for layer in session.layers.values()]
+    return min(counts, default=rows) >= rows
+
+
+@command(
+    "KV.PREFIX.LONGEST",
+    3,
+    "The longest stored prefix of a prompt in a lineage index: length, namespace, position.",
+    kvcache=True,
+    extension=True,
+)
+def kv_prefix_longest(context: Context, args: list[Arg]) -> Reply:
+    where = "KV.PREFIX.LONGEST"
+    name, prompt = arguments.sid(args[1]), arguments.word(args[2])
+    if not name.startswith(_PREFIX) or len(name) == len(_PREFIX):
+        raise CommandError(f"{where}: an index is called pps:<id>")
+    if len(prompt) % TOKEN_BYTES:
+        raise CommandError(f"{where}: token blob size {len(prompt)} is no multiple of 4")
+    index = Index(
+        name,
+        context.keys.hash,
+        lambda segment, rows: _holds(context, _namespace(name, segment), rows),
+    )
+    match = index.longest(prompt)
+    if match is None:
+        return [0, None, 0]
+    return [match.length, _namespace(name, match.leaf), match.length - match.base]
