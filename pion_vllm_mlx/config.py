@@ -39,6 +39,11 @@ APP_NAME = "pion-vllm-mlx"
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 1974
 
+# What a data folder holds beside the store, for server and clients.
+LOCK_NAME = "pion.lock"
+STATUS_NAME = "pion.status"
+EXIT_FOLDER_BUSY = 3  # of a server that found its folder owned by another
+
 GIGABYTE = 10**9
 
 # Smallest sun_path of the systems served (macOS), less the closing NUL.
@@ -112,7 +117,6 @@ class EmbeddedDefaults:
 
     disk_budget_cap_bytes: int = 20 * GIGABYTE
     disk_budget_share: float = 0.10
-    keep_free_bytes: int = 5 * GIGABYTE
     max_sessions: int = 65_536
     idle_exit_seconds: float = 2.0
     first_client_seconds: float = 3.0

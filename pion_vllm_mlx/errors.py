@@ -11,10 +11,12 @@
     │   ├── UnsupportedProtocol      NOPROTO
     │   ├── ColdMiss                 COLDMISS
     │   ├── WrongType                WRONGTYPE
+    │   ├── UnknownFormat            ERR; a ConfigError too
     │   └── TransactionAborted       EXECABORT
     ├── ProtocolError              bytes on the wire that are not RESP
     ├── StoreUnavailable           the server is absent, too slow, or answers nonsense
-    │   └── DeadlineExceeded         the time a cache operation may take is over
+    │   ├── DeadlineExceeded         the time a cache operation may take is over
+    │   └── GreetingRefused          the right server wants another password
     ├── DamagedData                stored bytes that do not verify
     ├── NewerFormat                a file written by a newer version
     ├── DataFolderBusy             another process owns the data folder
@@ -106,6 +108,10 @@ class DeadlineExceeded(StoreUnavailable):
     """A cache operation took longer than its deadline allows."""
 
 
+class GreetingRefused(StoreUnavailable):
+    """The right server answers and does not let us in; knocking again will not help."""
+
+
 class DamagedData(PionError):
     """Stored bytes do not match their checksum or their description."""
 
@@ -124,6 +130,10 @@ class UnsupportedCache(PionError, TypeError):
 
 class ConfigError(PionError, ValueError):
     """A flag, an environment variable or an argument is not acceptable."""
+
+
+class UnknownFormat(CommandError, ConfigError):
+    """A format name that this version does not know."""
 
 
 class PionMlxCompatError(PionError, RuntimeError):

@@ -24,10 +24,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from pion_vllm_mlx.config import LOCK_NAME, STATUS_NAME
 from pion_vllm_mlx.errors import DataFolderBusy
 
-LOCK_NAME = "pion.lock"
-STATUS_NAME = "pion.status"
 LOG_NAME = "pion.log"
 
 # What the server writes; nothing else in the folder is ever touched.

@@ -26,11 +26,8 @@ import pion_vllm_mlx
 from pion_vllm_mlx import config
 from pion_vllm_mlx.cache.connection import Address
 from pion_vllm_mlx.cache.data_folder import LOG_NAME, read_status
-from pion_vllm_mlx.cache.lifeline import GreetingRefused, Lifeline, greet
-from pion_vllm_mlx.errors import DeadlineExceeded, StoreUnavailable
-
-# The exit code of a server that found its folder owned by another.
-FOLDER_BUSY_EXIT = 3
+from pion_vllm_mlx.cache.lifeline import Lifeline, greet
+from pion_vllm_mlx.errors import DeadlineExceeded, GreetingRefused, StoreUnavailable
 
 START_SECONDS = 15.0
 GREET_SECONDS = 2.0
@@ -92,28 +89,40 @@ def attach(
     path: Path | str | None = None,
     *,
     start_timeout: float = START_SECONDS,
+    patience: float | None = None,
     password: str | None = None,
 ) -> EmbeddedServer:
     """Join the server that owns the folder ``path`` (default: the user's), or start one.
 
-    ``start_timeout`` is in seconds; ``password`` defaults to the one in the environment.
+    ``start_timeout`` is in seconds, as is ``patience``, the time for another's server to answer
+    (default: the same); both hold for later joins too, as the process's first call for a folder
+    gave them. ``password`` defaults to the one in the environment.
 
     Raises ``StoreUnavailable`` when the folder cannot be written or the server does not start,
     with what it said last, ``DeadlineExceeded`` when it takes too long.
     """
     folder = config.data_dir() if path is None else Path(path).expanduser()
     known = password or config.ServerEnvironment.from_environment().password
-    return _PROCESS.attach(folder.resolve(), known, start_timeout)
+    times = _Times(start_timeout, start_timeout if patience is None else patience)
+    return _PROCESS.attach(folder.resolve(), known, times)
+
+
+@dataclass(frozen=True)
+class _Times:
+    """How long to wait, in seconds: for a server on its way up, for one that is there."""
+
+    start: float
+    patience: float
 
 
 class _Shared:
     """What all the handles of this process on one folder have in common."""
 
-    def __init__(self, folder: Path, password: str | None, start_timeout: float) -> None:
+    def __init__(self, folder: Path, password: str | None, times: _Times) -> None:
         self.folder = folder
         self._handles = 0
         self._password = password
-        self._start_timeout = start_timeout
+        self._times = times
         self._lifeline: Lifeline | None = None
         # Reentrant: a handle may be finalized, and release, while its thread is in here.
         self._lock = threading.RLock()
@@ -126,7 +135,7 @@ class _Shared:
                 return line
             if line is not None:
                 line.close()
-            self._lifeline = _join_or_start(self.folder, self._password, self._start_timeout)
+            self._lifeline = _join_or_start(self.folder, self._password, self._times)
             return self._lifeline
 
     def alive(self) -> bool:
@@ -164,9 +173,9 @@ class _Process:
         self._lock = threading.RLock()
         self._folders: dict[Path, _Shared] = {}
 
-    def attach(self, folder: Path, password: str | None, start_timeout: float) -> EmbeddedServer:
+    def attach(self, folder: Path, password: str | None, times: _Times) -> EmbeddedServer:
         with self._lock:
-            shared = self._folders.setdefault(folder, _Shared(folder, password, start_timeout))
+            shared = self._folders.setdefault(folder, _Shared(folder, password, times))
         shared.hold()
         server = EmbeddedServer(shared)
         try:
@@ -198,7 +207,7 @@ class _Start:
         """Why the process ended for good; None while it runs, or when another start may help."""
         code = self.process.poll()
         # 0: it was ready, and gone for want of a client, before we came.
-        if code is None or code in (0, FOLDER_BUSY_EXIT):
+        if code is None or code in (0, config.EXIT_FOLDER_BUSY):
             return None
         return f"the server ended with code {code}: {self.last_words()}"
 
@@ -210,15 +219,15 @@ class _Start:
         return " / ".join(lines[-5:]) or "it said nothing"
 
 
-def _join_or_start(folder: Path, password: str | None, seconds: float) -> Lifeline:
+def _join_or_start(folder: Path, password: str | None, times: _Times) -> Lifeline:
     """Knock until a server answers, starting one whenever none is on its way."""
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     start: _Start | None = None
     pause = POLL_SECONDS
     next_start = 0.0
     while True:
         try:
-            return _knock(folder, password)
+            return _knock(folder, password, min(GREET_SECONDS, times.patience / 2))
         except GreetingRefused:
             raise
         except StoreUnavailable as error:
@@ -228,12 +237,14 @@ def _join_or_start(folder: Path, password: str | None, seconds: float) -> Lifeli
             if failure is not None:
                 raise StoreUnavailable(f"{folder}: {failure}")
         now = time.monotonic()
-        if now > deadline:
+        on_its_way = start is not None and start.process.poll() is None
+        seconds = times.start if on_its_way else times.patience
+        if now > began + seconds:
             words = start.last_words() if start is not None else ""
             raise DeadlineExceeded(
                 f"no server of {folder} answered within {seconds:g} s: {reason} ({words})"
             )
-        if (start is None or start.process.poll() is not None) and now >= next_start:
+        if not on_its_way and now >= next_start:
             start = _start_server(folder)
             # A folder that stays busy is not stormed with new processes.
             pause = min(pause * 2, LONGEST_PAUSE_SECONDS)
@@ -241,11 +252,11 @@ def _join_or_start(folder: Path, password: str | None, seconds: float) -> Lifeli
         time.sleep(POLL_SECONDS)
 
 
-def _knock(folder: Path, password: str | None) -> Lifeline:
+def _knock(folder: Path, password: str | None, seconds: float) -> Lifeline:
     status = read_status(folder)
     if status is None:
         raise StoreUnavailable("no server has said that it is ready")
-    return greet(status, password, GREET_SECONDS)
+    return greet(status, password, seconds)
 
 
 def _start_server(folder: Path) -> _Start:

@@ -16,14 +16,15 @@ from dataclasses import dataclass
 from pion_vllm_mlx.cache.channel import Address, Channel
 from pion_vllm_mlx.cache.connection import info_fields
 from pion_vllm_mlx.cache.data_folder import ServerStatus
-from pion_vllm_mlx.errors import AuthenticationRequired, ProtocolError, StoreUnavailable
+from pion_vllm_mlx.errors import (
+    AuthenticationRequired,
+    GreetingRefused,
+    ProtocolError,
+    StoreUnavailable,
+)
 from pion_vllm_mlx.wire.resp import request_buffers
 
 LIBRARY_NAME = "pion-embedded"
-
-
-class GreetingRefused(StoreUnavailable):
-    """The right server answers and does not let us in; knocking again will not help."""
 
 
 @dataclass

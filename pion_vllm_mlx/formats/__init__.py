@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pion_vllm_mlx.formats.base import Format, Part, UnknownFormat
+from pion_vllm_mlx.errors import UnknownFormat
+from pion_vllm_mlx.formats.base import Format, Part
 from pion_vllm_mlx.formats.bf16 import Bf16
 from pion_vllm_mlx.formats.bf16_rope_fp8_body import BF16_ROPE_FP8_BODY, Bf16RopeFp8Body
 from pion_vllm_mlx.formats.convert import f16_to, to_f16, transpose_rows

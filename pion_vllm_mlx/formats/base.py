@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.errors import CommandError, ConfigError
+from pion_vllm_mlx.errors import CommandError
 
 Floats: TypeAlias = NDArray[np.float32]
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -22,10 +22,6 @@ Bytes: TypeAlias = NDArray[np.uint8]
 # Rows are converted in runs of about this many values: temporaries stay in the
 # processor's cache, and small next to the rows.
 _RUN_VALUES = 64 * 1024
-
-
-class UnknownFormat(CommandError, ConfigError):
-    """A format name that this version does not know."""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pion_vllm_mlx.config import LOCK_NAME, STATUS_NAME
 from pion_vllm_mlx.errors import DataFolderBusy
-from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, FILE_MODE
+from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, FILE_MODE, TEMPORARY
 
-LOCK_NAME = "pion.lock"
-STATUS_NAME = "pion.status"
 _NEVER_INDEX = ".metadata_never_index"
 
 
@@ -51,7 +50,7 @@ class DataFolder:
 
     def publish_status(self, **fields: Any) -> None:
         """Tell clients who serves this folder and where, in one atomic step."""
-        temporary = self.path / (STATUS_NAME + ".tmp")
+        temporary = self.path / (STATUS_NAME + TEMPORARY)
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, FILE_MODE)
         with os.fdopen(descriptor, "w") as out:
             json.dump({"pid": os.getpid(), "started": time.time(), **fields}, out)

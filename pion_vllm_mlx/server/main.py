@@ -15,7 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from pion_vllm_mlx import __version__
-from pion_vllm_mlx.config import MAX_SOCKET_PATH_BYTES, EmbeddedDefaults, ServerEnvironment
+from pion_vllm_mlx.config import (
+    EXIT_FOLDER_BUSY,
+    MAX_SOCKET_PATH_BYTES,
+    EmbeddedDefaults,
+    ServerEnvironment,
+)
 from pion_vllm_mlx.errors import CommandError, ConfigError, DataFolderBusy, PionError
 from pion_vllm_mlx.server import commands as commands  # fills the command table
 from pion_vllm_mlx.server import options
@@ -32,8 +37,6 @@ from pion_vllm_mlx.server.store.store import Store, StoreConfig
 
 log = logging.getLogger("pion_vllm_mlx.server")
 
-#: exit code when another process owns the data folder.
-EXIT_BUSY = 3
 #: a log past its size is saved away after so long without a write.
 QUIET_SECONDS = 2.0
 #: how long after a save that failed the next one is tried.
@@ -255,7 +258,7 @@ def main(argv: Sequence[str]) -> int:
         (_ephemeral if config.ephemeral else _run)(config)
     except DataFolderBusy as error:
         print(f"FATAL {error}", file=sys.stderr, flush=True)
-        return EXIT_BUSY
+        return EXIT_FOLDER_BUSY
     except (PionError, ConfigError, OSError) as error:
         print(f"FATAL {error}", file=sys.stderr, flush=True)
         return 1

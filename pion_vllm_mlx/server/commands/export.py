@@ -18,7 +18,7 @@ from pion_vllm_mlx.formats import Format, Part, get_format, to_f16, transpose_ro
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Reply, command
 from pion_vllm_mlx.server.session import Context, Export, ServerConfig
-from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, FileHandle, pwrite_all
+from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, TEMPORARY, FileHandle, pwrite_all
 from pion_vllm_mlx.server.store.index import LayerRows, Session
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, as_bytes, read_layer
 from pion_vllm_mlx.server.store.space import disk_error
@@ -169,7 +169,7 @@ def _file_crc(path: Path) -> int | None:
 def _write(request: ExportRequest, path: Path) -> int:
     """Write the file whole, then give it its name; its checksum. Raises OSError."""
     path.parent.mkdir(mode=DIRECTORY_MODE, parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_suffix(TEMPORARY)
     file = FileHandle(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
     try:
         header, _ = _header(request)
