@@ -236,6 +236,7 @@ async def kv_prefix_commit(context: Context, args: list[Arg]) -> Reply:
         raise CommandError("KV.PREFIX.COMMIT needs the WAL (the server runs with --no-wal)")
     try:
         await context.store.flush()
+        await context.server.keyspace.flush()
     except OSError as error:
         raise CommandError(f"KV.PREFIX.COMMIT failed: {error.strerror}") from error
     return OK
