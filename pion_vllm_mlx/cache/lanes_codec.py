@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_vllm_mlx.cache.completion import Run
-from pion_vllm_mlx.cache.leaf import LeafRows, LeafSpec, Side, as_stored_bytes
-from pion_vllm_mlx.errors import DamagedData
+from pion_vllm_mlx.cache.leaf import LeafRows, LeafSpec, Side, as_stored_bytes, dtype_name
+from pion_vllm_mlx.errors import CommandError, DamagedData
 from pion_vllm_mlx.formats import get_format, resolve
 
 FLOAT_DTYPES = {"bf16": mx.bfloat16, "fp16": mx.float16, "fp32": mx.float32}
@@ -32,7 +32,9 @@ def stored_as(leaf: LeafSpec, vquant: str | None) -> LeafSpec:
 
 def layout_of(leaf: LeafSpec, side: Side) -> str:
     """``HND`` where the format can be cut at heads, else ``NHD`` (token-major)."""
-    return "HND" if get_format(leaf.format).head_major(leaf.width(side), leaf.heads) else "NHD"
+    kind = get_format(leaf.format_of(side))
+    head_major = not leaf.token_major and kind.head_major(leaf.width(side), leaf.heads)
+    return "HND" if head_major else "NHD"
 
 
 def run_bytes(leaf: dict[str, Any], run: Run) -> int:
@@ -42,18 +44,25 @@ def run_bytes(leaf: dict[str, Any], run: Run) -> int:
 
 def encode_rows(rows: LeafRows, leaf: LeafSpec) -> Any:
     """The bytes of ``rows`` in the leaf's format and layout. Evaluates."""
-    dtype = FLOAT_DTYPES.get(leaf.format)
-    if dtype is not None:
-        array = rows.array if rows.array.dtype == dtype else rows.array.astype(dtype)
+    name, array = leaf.format_of(rows.side), rows.array
+    if name.startswith("raw:"):
         return as_stored_bytes(array)
-    if leaf.format.startswith("raw:"):
-        return as_stored_bytes(rows.array)
-    values = rows.array[0].astype(mx.float32)
-    row_values = values.shape[2]
+    row_values = array.shape[3]
     if layout_of(leaf, rows.side) == "NHD":
-        values, row_values = values.transpose(1, 0, 2), leaf.width(rows.side)
-    table = np.array(mx.contiguous(values)).reshape(-1, row_values)
-    return get_format(leaf.format).encode(table).reshape(-1)
+        array, row_values = array.transpose(0, 2, 1, 3), leaf.width(rows.side)
+    dtype = FLOAT_DTYPES.get(name)
+    if dtype is not None:
+        return as_stored_bytes(array if array.dtype == dtype else _converted(array, dtype))
+    table = np.array(mx.contiguous(array.astype(mx.float32))).reshape(-1, row_values)
+    return get_format(name).encode(table).reshape(-1)
+
+
+def _converted(array: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Raises CommandError where a number becomes infinite."""
+    values = array.astype(dtype)
+    if mx.any(mx.isinf(values) & ~mx.isinf(array)).item():
+        raise CommandError(f"rows hold a value beyond the range of {dtype_name(dtype)}")
+    return values
 
 
 def decode_rows(blob: NDArray[np.uint8], run: Run, leaf: dict[str, Any]) -> mx.array:

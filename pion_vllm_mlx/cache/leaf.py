@@ -47,7 +47,9 @@ class LeafSpec:
     """What the server has to know about one leaf; its layer id is its rank.
 
     ``k_width`` and ``v_width`` count values of a row over all heads, and bytes
-    for a ``raw:<bytes per row>`` leaf. 0 means that the side has no rows.
+    for a ``raw:<bytes per row>`` leaf. 0 means that the side has no rows. ``v_format`` is
+    the format of the V side where it is another one; ``token_major`` leaves are stored so
+    though their format could be cut at heads.
     """
 
     layer: int
@@ -55,12 +57,20 @@ class LeafSpec:
     format: str
     k_width: int
     v_width: int
+    v_format: str = ""
+    token_major: bool = False
+
+    def format_of(self, side: Side) -> str:
+        """The format of one side."""
+        return self.v_format if side == "v" and self.v_format else self.format
 
     def width(self, side: Side) -> int:
         return self.k_width if side == "k" else self.v_width
 
     def as_json(self) -> dict[str, Any]:
-        return {"k": self.k_width, "v": self.v_width, "heads": self.heads, "format": self.format}
+        other = {"v_format": self.v_format} if self.v_format else {}
+        widths = {"k": self.k_width, "v": self.v_width}
+        return {**widths, "heads": self.heads, "format": self.format, **other}
 
 
 @dataclass(frozen=True)

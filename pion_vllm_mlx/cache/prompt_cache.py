@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 from pion_vllm_mlx import config
 from pion_vllm_mlx.cache import identity_names
+from pion_vllm_mlx.cache.boundary_settings import check_settings
 from pion_vllm_mlx.cache.completion import token_ids
 from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.prompt_cache_stats import Counters
 from pion_vllm_mlx.cache.store_client import StoreClient
 from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, Place, parse_url
 from pion_vllm_mlx.errors import ConfigError, PionError, UnsupportedCache
-from pion_vllm_mlx.formats import get_format
+from pion_vllm_mlx.formats import FORMATS, get_format
 
 if TYPE_CHECKING:
     from pion_vllm_mlx.cache.prompt_cache_engine import Engine
 
 _VERIFY = (None, "always")
+_LONGEST_DEADLINE_SECONDS = 86_400
 
 
 class PionPromptCache:
@@ -61,23 +63,26 @@ class PionPromptCache:
     ) -> None:
         """``url`` replaces host and port: tcp://, unix://, embedded:///path, embedded:.
 
-        ``vquant`` is a storage format, None the cache's own dtype. ``key_parts`` are
+        ``vquant`` is a storage format, None the cache's own dtype. With
+        ``boundary_protect=N`` the keys of every layer, and the values of the first and the
+        last N, are stored in fp16, and only the values between in ``vquant``. ``key_parts`` are
         further parts of the key, such as a tokenizer, an adapter or a tenant.
         ``verify="always"`` hashes mapped rows again. ``inproc_bytes`` caps the prefixes
         that this process keeps, for all objects together.
 
         Raises ConfigError, a ValueError, for a setting that does not exist.
         """
-        if stage2 or boundary_protect:
-            raise ConfigError("stage2 and boundary_protect are not available in this version")
+        if stage2:
+            raise ConfigError("stage2 is not available in this version")
         if verify not in _VERIFY:
             raise ConfigError(f"verify is None or 'always', not {verify!r}")
         if prefill_chunk_size is not None and prefill_chunk_size < 1:
             raise ConfigError("prefill_chunk_size must be at least 1")
-        if deadline_seconds <= 0:
-            raise ConfigError("deadline_seconds must be positive")
+        if not 0 < deadline_seconds <= _LONGEST_DEADLINE_SECONDS:
+            raise ConfigError("deadline_seconds lies between 0 and 86,400")
         self.model = model
-        self.vquant = get_format(vquant).name if vquant is not None else None
+        self.vquant = _format_name(vquant)
+        check_settings(model, self.vquant, boundary_protect)
         self.host, self.port = host, port
         self.stage2 = stage2
         self.admission_threshold = max(1, admission_threshold)
@@ -198,6 +203,7 @@ class PionPromptCache:
             inproc.PROCESS.set_cap(inproc_bytes)
         options = EngineOptions(
             vquant=self.vquant,
+            boundary_protect=self.boundary_protect,
             chunk_tokens=self.prefill_chunk_size,
             admission_threshold=self.admission_threshold,
             verify_always=verify_always,
@@ -210,3 +216,13 @@ class PionPromptCache:
         except UnsupportedCache:
             pass  # named again, and counted, by every call
         return engine
+
+
+def _format_name(vquant: str | None) -> str | None:
+    """The canonical name of a format that rows of any width can be asked for in."""
+    if vquant is None:
+        return None
+    name = get_format(vquant).name
+    if name not in FORMATS:
+        raise ConfigError(f"{name} is no format for vquant (known: {', '.join(FORMATS)})")
+    return name

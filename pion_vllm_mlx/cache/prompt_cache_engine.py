@@ -18,6 +18,8 @@ from typing import Any
 import mlx.core as mx
 
 from pion_vllm_mlx.cache import inproc
+from pion_vllm_mlx.cache.boundary import storage_leaves
+from pion_vllm_mlx.cache.boundary_settings import asked_format
 from pion_vllm_mlx.cache.completion import CompletionRecord, TokenIds
 from pion_vllm_mlx.cache.identity import ModelIdentity, identity_digest
 from pion_vllm_mlx.cache.lanes import (
@@ -30,8 +32,7 @@ from pion_vllm_mlx.cache.lanes import (
     Wanted,
     load_states,
 )
-from pion_vllm_mlx.cache.lanes_codec import stored_as
-from pion_vllm_mlx.cache.layers import StoredCache, cache_arrays, dismantle, rebuild
+from pion_vllm_mlx.cache.layers import cache_arrays, dismantle, rebuild
 from pion_vllm_mlx.cache.leaf import ArraySpec, dtype_of
 from pion_vllm_mlx.cache.prefill import Prefilled, prefill
 from pion_vllm_mlx.cache.prompt_cache_stats import Counters
@@ -50,6 +51,7 @@ class EngineOptions:
     """The settings of a prompt cache that its requests depend on."""
 
     vquant: str | None = None
+    boundary_protect: int = 0
     chunk_tokens: int | None = None
     admission_threshold: int = 1
     verify_always: bool = False
@@ -77,7 +79,8 @@ class Engine:
         self._client = client
         self._counters = counters
         self._options = options
-        self._identity = ModelIdentity(model, vquant=options.vquant, extra=options.key_parts)
+        asked = asked_format(options.vquant, options.boundary_protect)
+        self._identity = ModelIdentity(model, vquant=asked, extra=options.key_parts)
         self._misses_of: OrderedDict[str, int] = OrderedDict()
         self._warned = False
 
@@ -86,7 +89,11 @@ class Engine:
         self._identity.fields()
 
     def get_or_prefill(self, ids: TokenIds, namespace: str) -> list[Any]:
-        """A cache of the model that holds ``ids``. Raises only what the model raises."""
+        """A cache of the model that holds ``ids``.
+
+        Raises what the model raises, and ConfigError for a cache that ``boundary_protect``
+        cannot be had for.
+        """
         try:
             identity = self._identity.fields()
         except UnsupportedCache as error:
@@ -246,41 +253,39 @@ class Engine:
         except UnsupportedCache as error:
             self._refuse(error)
             return
-        if not self._options.switches.no_inproc:
+        options = self._options
+        # a setting that this cache cannot have is the caller's error
+        leaves = storage_leaves(stored.leaves, options.vquant, options.boundary_protect)
+        if not options.switches.no_inproc:
             inproc.PROCESS.put(request.key, stored)
         if probe is None:
             return
+        what = (request.namespace, request.ids, request.identity)
         try:
-            self._store(request, stored, prefilled.elapsed_ms, probe)
+            self._store(Prefix(*what, stored, leaves, prefilled.elapsed_ms), probe)
         except PionError as error:
             self._counters.store_failures += 1
             self._warn("the prefix was not stored: %s", error)
 
-    def _store(
-        self, request: Request, stored: StoredCache, elapsed_ms: float, probe: Probe
-    ) -> None:
+    def _store(self, prefix: Prefix, probe: Probe) -> None:
         started = time.perf_counter()
-        there = self._client.record(request.namespace)
+        there = self._client.record(prefix.namespace)
         if there is not None:
             try:
                 record = CompletionRecord.decode(there)
-                if record.mismatch(request.identity, request.ids) is None and there != probe.record:
+                if record.mismatch(prefix.identity, prefix.ids) is None and there != probe.record:
                     return  # another process was faster: the same bytes are not written twice
             except NewerFormat:
                 return
             except DamagedData:
                 self._counters.damaged += 1
-        vquant = self._options.vquant
-        prefix = Prefix(
-            request.namespace, request.ids, request.identity, stored, vquant, elapsed_ms
-        )
         sent = write_prefix(self._client, prefix, drop_first=probe.present or there is not None)
-        leaves = [stored_as(leaf, vquant).as_json() for leaf in stored.leaves]
-        self._counters.conversion = _conversion(stored.slots, leaves)
+        leaves = [leaf.as_json() for leaf in prefix.leaves]
+        self._counters.conversion = _conversion(prefix.stored.slots, leaves)
         self._counters.bytes_stored += sent
         self._counters.last_bytes = sent
         self._counters.store_ms_total += (time.perf_counter() - started) * 1000
-        self._client.publish(request.namespace)
+        self._client.publish(prefix.namespace)
 
     # -- counting ---------------------------------------------------------------
 
@@ -337,7 +342,8 @@ _NATIVE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 def _conversion(slots: list[dict[str, Any]], leaves: list[dict[str, Any]]) -> str | None:
     """From which dtype to which format rows were converted, or None."""
     for spec in _array_specs(slots):
-        stored = str(leaves[spec.layer]["format"])
+        leaf = leaves[spec.layer]
+        stored = str(leaf.get(f"{spec.side}_format", leaf["format"]))
         if spec.dim and not stored.startswith("raw:") and _NATIVE.get(stored) != spec.dtype:
             return f"{spec.dtype} -> {stored}"
     return None

@@ -8,6 +8,7 @@ from typing import Any
 
 from crc32c import crc32c
 
+from pion_vllm_mlx.cache.boundary import schema
 from pion_vllm_mlx.cache.completion import (
     COMPLETION_LAYER,
     CompletionRecord,
@@ -15,7 +16,7 @@ from pion_vllm_mlx.cache.completion import (
     StateSum,
     TokenIds,
 )
-from pion_vllm_mlx.cache.lanes_codec import encode_rows, layout_of, stored_as
+from pion_vllm_mlx.cache.lanes_codec import encode_rows, layout_of
 from pion_vllm_mlx.cache.layers import StoredCache, leaves_json
 from pion_vllm_mlx.cache.leaf import LeafRows, LeafSpec
 from pion_vllm_mlx.cache.slots_state import encode_state
@@ -31,13 +32,16 @@ _LONGEST_PREFILL_MS = 86_400_000
 
 @dataclass(frozen=True)
 class Prefix:
-    """What is stored: the cache taken apart, its key, and the time the prefill took."""
+    """What is stored: the cache taken apart, its key, and the time the prefill took.
+
+    ``leaves`` are those of the cache, in the formats in which they are stored.
+    """
 
     namespace: str
     ids: TokenIds
     identity: dict[str, Any]
     stored: StoredCache
-    vquant: str | None
+    leaves: list[LeafSpec]
     prefill_ms: float
 
 
@@ -47,10 +51,13 @@ def write_prefix(client: StoreClient, prefix: Prefix, *, drop_first: bool) -> in
     Nothing of it is a hit before the last write. Raises what the client raises; what
     was written so far is then dropped, if the server still answers.
     """
-    leaves = [stored_as(leaf, prefix.vquant) for leaf in prefix.stored.leaves]
+    leaves = prefix.leaves
     if drop_first:
         client.drop(prefix.namespace)
-    client.register(prefix.namespace, _registration(leaves, prefix.prefill_ms))
+    if leaves and leaves[0].token_major:
+        client.create(prefix.namespace, {"k": schema(leaves, "k"), "v": schema(leaves, "v")})
+    else:
+        client.register(prefix.namespace, _registration(leaves, prefix.prefill_ms))
     try:
         return _write(client, prefix, leaves)
     except PionError:
@@ -89,14 +96,14 @@ def _encoded(
         for piece in _pieces(part, leaf):
             blob = encode_rows(piece, leaf)
             layout = layout_of(leaf, piece.side)
-            run = Run(piece.layer, piece.side, piece.start, piece.count, leaf.format, layout,
-                      crc32c(blob))  # fmt: skip
+            form = (leaf.format_of(piece.side), layout)
+            run = Run(piece.layer, piece.side, piece.start, piece.count, *form, crc32c(blob))
             runs.append(run)
             yield run, blob
 
 
 def _pieces(rows: LeafRows, leaf: LeafSpec) -> Iterator[LeafRows]:
-    row_bytes = get_format(leaf.format).row_bytes(leaf.width(rows.side))
+    row_bytes = get_format(leaf.format_of(rows.side)).row_bytes(leaf.width(rows.side))
     step = max(1, RUN_BYTES // row_bytes)
     if rows.count <= step:
         yield rows

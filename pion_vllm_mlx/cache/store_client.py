@@ -119,6 +119,14 @@ class StoreClient:
             command += ["PREFILL_MS", what.prefill_ms]
         self._guarded(lambda c: c.command(*command))
 
+    def create(self, namespace: str, schemas: dict[str, list[str]]) -> None:
+        """Creates both sessions by V.CREATE, one spec of its SCHEMA a layer and side."""
+        commands = [
+            ["V.CREATE", f"{namespace}_p{side}", 0, "SCHEMA", len(specs), *specs]
+            for side, specs in schemas.items()
+        ]
+        self._send(commands, 0)
+
     def store_rows(self, namespace: str, blobs: Iterable[tuple[Run, Any]]) -> int:
         """Sends runs and their bytes, pipelined; returns how many bytes were stored."""
         total = 0

@@ -335,7 +335,7 @@ def test_bad_arguments_are_refused(lanes: Lanes) -> None:
         lanes(None).get_or_prefill(IDS, "x")
     for options in (
         {"vquant": "int3"}, {"url": "http://x"}, {"url": "tcp://h:99999"}, {"url": "unix:"},
-        {"verify": "often"}, {"stage2": True}, {"boundary_protect": 2},
+        {"verify": "often"}, {"stage2": True}, {"boundary_protect": -1},
         {"prefill_chunk_size": 0}, {"deadline_seconds": 0},
     ):  # fmt: skip
         with pytest.raises(ConfigError):
