@@ -69,15 +69,8 @@ def _clear_socket(path: Path) -> None:
         raise ConfigError(f"--unixsocket: {path} exists and is not a socket")
 
 
-def _binary_port(config: ServerConfig) -> int:
-    """The port after the RESP port; any free one beside any free one. Raises ConfigError."""
-    if config.port == 65_535:
-        raise ConfigError("--port 65535: the binary lane needs the port after it")
-    return config.port + 1 if config.port else 0
-
-
 async def _listen(server: Server) -> list[asyncio.Server]:
-    """Bind TCP, the binary lane and, where wanted, the Unix socket. Raises OSError, ConfigError."""
+    """Bind TCP, the binary lane and, where wanted, the Unix socket. Raises OSError."""
     config = server.config
     loop = asyncio.get_running_loop()
     tcp = await loop.create_server(
@@ -86,8 +79,9 @@ async def _listen(server: Server) -> list[asyncio.Server]:
     listeners = [tcp]
     server.port = tcp.sockets[0].getsockname()[1]
     if config.kvcache and not config.embedded:
+        port = config.port + 1 if config.port else 0
         lane = await loop.create_server(
-            lambda: BinaryConnection(server), config.address, _binary_port(config), backlog=1024
+            lambda: BinaryConnection(server), config.address, port, backlog=1024
         )
         listeners.append(lane)
         server.binary_port = lane.sockets[0].getsockname()[1]
