@@ -38,6 +38,10 @@ class SlotBuilder:
         meta.update(_TAKE[name](self, cache, f"{name} in slot {path}"))
         return meta
 
+    def keep(self, arrays: StateArrays) -> None:
+        """Keeps the recurrent state of the slot that is being taken apart."""
+        self.states[self._slots - 1] = arrays
+
     def pairs(self, meta: SlotMeta, pairs: Sequence[Pair], parts: Sequence[Part]) -> SlotMeta:
         """Adds the K/V pairs of a slot, and the ranges their rows cover."""
         opaque = len(pairs) > 1
@@ -51,11 +55,11 @@ Pair = tuple[mx.array, mx.array]
 Take = Callable[[SlotBuilder, Any, str], SlotMeta]
 
 
-def classes() -> dict[type, str]:
-    """The slot classes that can be stored, by exact type."""
+def classes() -> set[type]:
+    """The slot classes that can be stored: exact types."""
     from mlx_lm.models import cache
 
-    return {vars(cache)[name]: name for name in _TAKE}
+    return {vars(cache)[name] for name in _TAKE}
 
 
 def geometry(cache: Any) -> SlotMeta:
@@ -150,7 +154,7 @@ def _take_arrays(builder: SlotBuilder, cache: Any, where: str) -> SlotMeta:
         _require(vector is None or vector.size == 1, f"{where} has a batch size other than 1")
         meta[key] = None if vector is None else [vector.tolist(), dtype_name(vector.dtype)]
     if any(meta["present"]):
-        builder.states[builder._slots - 1] = arrays
+        builder.keep(arrays)
     return meta
 
 

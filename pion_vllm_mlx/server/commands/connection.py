@@ -15,7 +15,7 @@ from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import TABLE, Command, Reply, command
 from pion_vllm_mlx.server.commands.server_info import REDIS_VERSION
 from pion_vllm_mlx.server.session import Client, Context
-from pion_vllm_mlx.wire.resp import Arg, Map, Simple
+from pion_vllm_mlx.wire.resp import Arg, Map, Simple, Value
 
 OK = Simple("OK")
 
@@ -156,23 +156,22 @@ def client(context: Context, args: list[Arg]) -> Reply:
     raise CommandError(f"unknown subcommand or wrong number of arguments for '{shown}'")
 
 
-def _info(entry: Command) -> Reply:
-    flags = ["write"] if entry.write else ["readonly"]
+def _info(entry: Command) -> Value:
+    flags = [Simple("write" if entry.write else "readonly")]
     first, last = entry.keys or (0, 0)
-    flags_of: list[Reply] = [Simple(flag) for flag in flags]
     step = entry.key_step if entry.keys else 0
-    return [entry.name.lower(), entry.arity, flags_of, first, last, step]  # type: ignore[list-item]
+    return [entry.name.lower(), entry.arity, flags, first, last, step]
 
 
 def _doc(entry: Command) -> Map:
-    pairs: list[tuple[Reply, Reply]] = [
+    pairs: list[tuple[Value, Value]] = [
         ("summary", entry.summary),
         ("since", entry.since),
         ("group", entry.group.lower()),
     ]
     if entry.extension:
         pairs.append(("doc_flags", ["extension"]))
-    return Map(pairs)  # type: ignore[arg-type]
+    return Map(pairs)
 
 
 @command("COMMAND", -1, "The command table.")
@@ -187,7 +186,7 @@ def command_table(context: Context, args: list[Arg]) -> Reply:
         case b"DOCS":
             return Map([(entry.name.lower(), _doc(entry)) for entry in chosen])
         case b"INFO":
-            return [_info(TABLE[n]) if n in TABLE else None for n in words[1:] or TABLE]  # type: ignore[misc]
+            return [_info(TABLE[n]) if n in TABLE else None for n in words[1:] or TABLE]
     raise CommandError(f"unknown subcommand '{words[0][:64].decode('utf-8', 'replace')}'")
 
 
