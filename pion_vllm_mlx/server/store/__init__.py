@@ -5,9 +5,14 @@ Knows no command and no connection. The pieces, from the bottom:
 ``files``      file descriptors that close themselves, and flushing to disk
 ``shapes``     how the rows of one run lie in a file
 ``records``    the logged effects, one class each
-``wal``        the log: framing, scanning, damage
+``framing``    the bytes of a log file; scanning it; torn ends and damage
+``wal``        the log: append, truncate, flush
 ``segments``   the files that hold rows, readable by safetensors when sealed
-``state``      the index; ``State.apply`` is its only writer
+``blocks``     which blocks of tokens a namespace holds
+``index``      sessions, runs of rows, states
+``state``      the whole index; ``State.apply`` is its only writer
+``rows``       writing the rows of a run, reading and verifying them
+``sealing``    what lies in a segment; short runs out of the log into it
 ``snapshot``   the manifest that a SAVE writes
 ``recovery``   from files to a state
 ``eviction``   who goes when a limit is reached
