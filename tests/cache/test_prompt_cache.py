@@ -19,20 +19,14 @@ from mlx_lm.models import cache as mlx_cache
 
 from pion_vllm_mlx.cache import inproc, prompt_cache_store
 from pion_vllm_mlx.cache.layers import cache_arrays
-from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from pion_vllm_mlx.errors import ConfigError
 from tests.cache.continuing import continued, unstored
+from tests.cache.lane_choice import Lanes
 from tests.conftest import RunningServer
 from tests.models import NAMES, WINDOW, tiny_model, token_ids
 
 IDS = token_ids(70)
 LANES = ("mapped", "stored", "range", "in-process")
-_SWITCHES = {
-    "mapped": [],
-    "stored": ["PION_PROMPT_CACHE_NO_EXPORT"],
-    "range": ["PION_PROMPT_CACHE_NO_EXPORT", "PION_PROMPT_CACHE_NO_BATCH"],
-    "in-process": [],
-}
 
 
 @pytest.fixture(autouse=True)
@@ -40,23 +34,6 @@ def nothing_in_process() -> Iterator[None]:
     inproc.PROCESS.forget()
     yield
     inproc.PROCESS.forget()
-
-
-class Lanes:
-    """Builds prompt caches that use one lane."""
-
-    def __init__(self, store: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.port = store.port
-        self._monkeypatch = monkeypatch
-
-    def __call__(self, model: Any, lane: str = "mapped", **options: Any) -> PionPromptCache:
-        if lane != "in-process":
-            inproc.PROCESS.forget()
-        for name in ("NO_EXPORT", "NO_BATCH"):
-            self._monkeypatch.delenv(f"PION_PROMPT_CACHE_{name}", raising=False)
-        for name in _SWITCHES[lane]:
-            self._monkeypatch.setenv(name, "1")
-        return PionPromptCache(model, port=self.port, **options)
 
 
 @pytest.fixture
