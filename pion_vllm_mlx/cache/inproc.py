@@ -40,7 +40,7 @@ class InProcessPrefixes:
         self._cap = cap_bytes
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
-        self._seen: OrderedDict[Key, None] = OrderedDict()
+        self._seen: OrderedDict[int, None] = OrderedDict()
         self.nbytes = 0
 
     def get(self, key: Key) -> list[Any] | None:
@@ -78,11 +78,12 @@ class InProcessPrefixes:
         return True
 
     def seen_before(self, key: Key) -> bool:
-        """Whether this was already asked; remembers the last 1,024 keys."""
+        """Whether this was already asked; remembers the hashes of the last 1,024 keys."""
+        mark = hash(key)  # long prompts are not kept for this; a collision only keeps too early
         with self._lock:
-            known = key in self._seen
-            self._seen[key] = None
-            self._seen.move_to_end(key)
+            known = mark in self._seen
+            self._seen[mark] = None
+            self._seen.move_to_end(mark)
             if len(self._seen) > 1024:
                 self._seen.popitem(last=False)
             return known

@@ -36,6 +36,8 @@ def parse_url(url: str) -> Place:
     """The place that ``url`` names; raises ConfigError, a ValueError, for another URL."""
     parts = urlsplit(url)
     path = unquote(parts.path)
+    if "\0" in path:
+        raise ConfigError(f"{url!r}: a path holds no NUL character")
     if parts.scheme == "embedded" and not parts.netloc:
         return Place(embedded=True, folder=path or None)
     if parts.scheme == "unix" and path and not parts.netloc:
@@ -109,7 +111,9 @@ class Endpoint:
     def connection(self) -> RespConnection:
         """The connection. Raises StoreUnavailable where an embedded server does not start."""
         if self._connection is None:
-            self._embedded = attach(self._place.folder, password=self._password)
+            self._embedded = attach(
+                self._place.folder, patience=self._deadline, password=self._password
+            )
             self._connection = self._connect(self._embedded.address)
         return self._connection
 

@@ -19,6 +19,7 @@ import pytest
 
 from pion_vllm_mlx.cache import inproc
 from pion_vllm_mlx.cache.completion import COMPLETION_LAYER
+from pion_vllm_mlx.cache.embedded import START_SECONDS
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from tests.cache.continuing import continued, unstored
 from tests.conftest import RunningServer, free_port_block
@@ -460,6 +461,24 @@ def test_an_embedded_store_serves_and_is_found_again(
         assert_served(again, model, "embedded", wanted)
         assert again.hits == 1
         again.close()
+
+
+def test_an_embedded_server_that_stands_still_costs_its_deadline(
+    tmp_path: Path, model: Any, wanted: list[bytes]
+) -> None:
+    folder = tmp_path / "still"
+    folder.mkdir(mode=0o700)
+    server = RunningServer(free_port_block(), folder)
+    try:
+        os.kill(server.start().pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with PionPromptCache(model, url=f"embedded://{folder}", deadline_seconds=DEADLINE) as pion:
+            assert_served(pion, model, "still", wanted)
+        assert time.monotonic() - started < START_SECONDS / 2
+        assert "within" in str(pion.last_miss_reason)
+    finally:
+        os.kill(server.pid, signal.SIGCONT)
+        server.stop()
 
 
 def test_a_folder_that_cannot_be_used_is_a_miss(
