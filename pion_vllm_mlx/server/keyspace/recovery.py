@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import struct
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +18,7 @@ from pion_vllm_mlx.errors import DamagedData
 from pion_vllm_mlx.server.keyspace.changes import PIECE_BYTES, Assembler, Change, Piece, pieces
 from pion_vllm_mlx.server.keyspace.data import Data
 from pion_vllm_mlx.server.store import framing
-from pion_vllm_mlx.server.store.files import FILE_MODE, TEMPORARY, FileHandle
+from pion_vllm_mlx.server.store.files import TEMPORARY, FileHandle, set_aside
 from pion_vllm_mlx.server.store.wal import Wal
 
 log = logging.getLogger(__name__)
@@ -166,12 +164,6 @@ class _Recovery:
         """Refuse, or with salvage set the file, or a copy of it, aside and go on."""
         if not self.salvage:
             raise error
-        aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
-        if keep:
-            shutil.copyfile(path, aside)
-            aside.chmod(FILE_MODE)
-        else:
-            os.replace(path, aside)
-        note = f"{error}; the file is kept as {aside.name}"
+        note = f"{error}; the file is kept as {set_aside(path, keep).name}"
         self.notes.append(note)
         log.warning("%s", note)

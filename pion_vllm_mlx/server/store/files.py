@@ -7,8 +7,10 @@ import fcntl
 import mmap
 import os
 import resource
+import shutil
 import sys
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -155,6 +157,17 @@ def flush_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def set_aside(path: Path, keep: bool) -> Path:
+    """Move a damaged file, or a copy where ``keep``, out of the way; where it is now."""
+    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+    if keep:
+        shutil.copyfile(path, aside)
+        aside.chmod(FILE_MODE)
+    else:
+        os.replace(path, aside)
+    return aside
 
 
 def _gathered(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | bytearray]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from pion_vllm_mlx.errors import CommandError, DamagedData
 from pion_vllm_mlx.server.store import eviction, framing, records, snapshot
-from pion_vllm_mlx.server.store.files import FILE_MODE, TEMPORARY, FileHandle
+from pion_vllm_mlx.server.store.files import TEMPORARY, FileHandle, set_aside
 from pion_vllm_mlx.server.store.index import InSegment, Place
 from pion_vllm_mlx.server.store.segments import SegmentFolder
 from pion_vllm_mlx.server.store.state import State
@@ -210,13 +209,7 @@ class Recovery:
             self.aside[path] += 1
             return
         self.aside[path] = 0
-        aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
-        if keep:
-            shutil.copyfile(path, aside)
-            aside.chmod(FILE_MODE)
-        else:
-            os.replace(path, aside)
-        note = f"{error}; the file is kept as {aside.name}"
+        note = f"{error}; the file is kept as {set_aside(path, keep).name}"
         self.notes.append(note)
         log.warning("%s", note)
 
