@@ -117,6 +117,23 @@ def test_numbers_and_sessions_that_cannot_be_are_refused(
     assert wire.ask("V.COMMIT", sid, 1) == 0
 
 
+def test_commands_sent_together_take_effect_in_their_order(wire: Wire, sid: str) -> None:
+    before = wire.ask("V.FETCH", sid, 0, "RANGE", 0, 12)
+    (point,) = wire.together(("V.SNAPSHOT", sid))
+    long = ("V.STOREBATCH", sid, 0, 10, 5000, rows(5000, seed=5))
+    replies = wire.together(
+        long,
+        ("V.SNAPSHOT", sid),
+        ("V.RESTORE", sid, point),
+        ("V.FETCH", sid, 0, "RANGE", 0, 12),
+        ("V.COMMIT", sid, point),
+        ("V.RESTORE", sid, point),
+    )
+    assert (replies[0], replies[2], replies[4]) == ("OK", "OK", 1)
+    assert replies[3] == before
+    assert "unknown snap_id" in replies[5]
+
+
 def test_an_export_of_what_was_taken_back_is_gone(wire: Wire, ns: str) -> None:
     wire.ok("KV.PREFIX.REGISTER", ns, WIDTH, "fp16")
     for side in ("_pk", "_pv"):

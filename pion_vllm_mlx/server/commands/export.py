@@ -93,8 +93,9 @@ def _request(context: Context, args: list[Arg]) -> ExportRequest:
 
 
 def _version(request: ExportRequest) -> tuple[int, ...]:
-    """Run numbers of everything that is exported: no two contents share them."""
-    return tuple(run.run_id for _, rows in request.tensors() for run in rows.runs())
+    """Runs of everything that is exported, and how far they show: of one content only."""
+    runs = [run for _, rows in request.tensors() for run in rows.runs()]
+    return tuple(number for run in runs for number in (run.run_id, run.shown))
 
 
 def _check(session: Session, layer: int, request: ExportRequest) -> None:

@@ -1,7 +1,9 @@
 """V.SNAPSHOT, V.RESTORE, V.COMMIT: rollback points of a session.
 
 A point is the token count of every layer, in memory only. Restoring shortens the layers
-that grew since, by one logged record; COMMIT makes what was stored since final.
+that grew since, by one logged record. COMMIT seals a branch: what was stored since its
+point is final, and the point is gone. (Elsewhere the three words have been explained as
+taking, sealing and loading a copy of the store; KV.PREFIX.SAVE does that here.)
 """
 
 from __future__ import annotations
