@@ -31,6 +31,8 @@ from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget
 
 WHERE = "V.STOREBATCH"
+#: rows that come as they are stored are written while more arrive, from here on.
+STREAM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -90,10 +92,11 @@ def open_rows(context: Context, args: list[Arg], length: int) -> BulkTarget:
     session = context.session(request.sid, WHERE)
     spec = session.spec(request.layer)
     pool, when_room = context.server.pool, context.when_room
-    if length <= WINDOW_BYTES:
+    as_stored = length == request.rows * spec.row_bytes
+    if length <= (STREAM_BYTES if as_stored else WINDOW_BYTES):
         return MemoryInbound(length, pool, when_room)
     store = context.store
-    if length == request.rows * spec.row_bytes:
+    if as_stored:
         shape = RunShape.spaced(
             spec, request.rows, spec.head_major() and session.expects_head_major
         )
