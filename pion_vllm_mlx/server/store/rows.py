@@ -25,7 +25,7 @@ from pion_vllm_mlx.server.store.segments import Region
 from pion_vllm_mlx.server.store.shapes import RunShape
 
 #: bulk bytes move in windows of this size.
-WINDOW_BYTES = 4 << 20
+WINDOW_BYTES = 2 << 20
 #: what says nothing about the bytes on disk
 _NO_DAMAGE = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
 
