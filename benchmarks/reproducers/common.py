@@ -35,6 +35,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
 DEADLINE_SECONDS = 120.0
 START_SECONDS = 60.0
 MB = 1_000_000
+#: processors used by others in what counts as a quiet moment.
+QUIET_SHARE = 0.1
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -44,6 +46,9 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         "--dir", type=Path, default=Path(), help="a fresh folder is made in here (default: .)"
     )
     parser.add_argument("--pairs", type=int, default=PAIRS, help="runs of every side")
+    parser.add_argument(
+        "--patience", type=float, default=0.0, help="seconds to wait for a quiet machine"
+    )
     parser.add_argument("--save", action="store_true", help="keep the line in results/")
     return parser
 
@@ -184,19 +189,41 @@ def redis_server(folder: Path) -> Iterator[Process]:
         yield process
 
 
+def busy_share(seconds: float) -> float:
+    """What share of the processors' time was used during the next ``seconds``; 0 unknown."""
+
+    def ticks() -> tuple[int, int]:
+        fields = [int(x) for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
+        return sum(fields), fields[3] + fields[4]
+
+    if not Path("/proc/stat").exists():
+        return 0.0
+    all_before, idle_before = ticks()
+    time.sleep(seconds)
+    all_after, idle_after = ticks()
+    return 1.0 - (idle_after - idle_before) / max(1, all_after - all_before)
+
+
+def wait_until_quiet(patience_seconds: float) -> None:
+    """Wait for a moment in which nobody else uses the machine, or until patience ends."""
+    ends_at = time.monotonic() + patience_seconds
+    while time.monotonic() < ends_at and busy_share(0.15) > QUIET_SHARE:
+        pass
+
+
 def alternate(
     sides: Mapping[str, Callable[[], Any]],
     pairs: int = PAIRS,
-    between: Callable[[], None] = lambda: None,
+    patience_seconds: float = 0.0,
 ) -> dict[str, list[float]]:
     """Seconds of every side, run in turn. A side may return its own seconds as a float.
 
-    ``between`` runs before every side, untimed.
+    Each turn waits for a quiet moment as long as ``patience_seconds``.
     """
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(pairs + 1):
+        wait_until_quiet(patience_seconds)
         for name, side in sides.items():
-            between()
             started = time.perf_counter()
             own = side()
             took = own if isinstance(own, float) else time.perf_counter() - started
@@ -272,6 +299,7 @@ def report(
         "machine": machine(),
         "versions": versions(*packages),
         "pairs": options.pairs,
+        "load_average": round(os.getloadavg()[0], 1),
         **figures,
     }
     text = json.dumps(line)

@@ -27,6 +27,7 @@ from .common import (
     percentile,
     pion_server,
     report,
+    wait_until_quiet,
 )
 from .prefix import Bytes, Shape, fetch, register, store
 
@@ -83,6 +84,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     times: dict[str, list[float]] = {"idle": [], "store": [], "fetch": []}
     with pion_server(folder / "pion") as pion, pion.connect(unix=options.unix) as connection:
         for turn in range(options.pairs):
+            wait_until_quiet(options.patience)
             namespace = f"p{turn}"
             register(connection, namespace, SHAPE)
             loads: dict[str, Callable[[], object]] = {

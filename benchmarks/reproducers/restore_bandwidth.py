@@ -37,6 +37,7 @@ from .common import (
     paired_ratio,
     pion_server,
     report,
+    wait_until_quiet,
 )
 from .models import SUFFIX_TOKENS, first_token, random_ids, random_llama
 
@@ -144,6 +145,7 @@ def rounds(options: argparse.Namespace, job: dict[str, Any], kind: str) -> dict[
     times: dict[tuple[str, int], list[float]] = {}
     tokens_seen: dict[int, set[int]] = {n: set() for n in options.tokens}
     for _ in range(options.pairs):
+        wait_until_quiet(options.patience)
         for side in ("mlx-lm", "pion"):
             for n, result in zip(
                 options.tokens, child({**job, "side": side, "kind": kind}), strict=True

@@ -78,6 +78,7 @@ def rate(
                 "pion": lambda: timed_store(connection, names, shape, layers),
             },
             options.pairs,
+            options.patience,
         )
     ratio = paired_ratio(seconds["write"], seconds["pion"])
     return {

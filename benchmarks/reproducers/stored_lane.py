@@ -115,13 +115,13 @@ def redis_requests(shape: Shape) -> list[tuple[bytes, int]]:
     ]
 
 
-def against_bare(pion: Process, shape: Shape, pairs: int) -> dict[str, Any]:
+def against_bare(pion: Process, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """Figure 1 for one prefix."""
     namespace = f"n{shape.tokens}"
     buffers = shape.buffers()
     with pion.connect() as connection, bare_side(shape.layer_bytes, buffers) as bare:
         sides = {"bare": bare, "pion": lambda: fetch(connection, namespace, shape, buffers)}
-        seconds = alternate(sides, pairs)
+        seconds = alternate(sides, options.pairs, options.patience)
     ratio = paired_ratio(seconds["bare"], seconds["pion"])
     return {
         **{f"{name}_gb_s": rates(shape.total_bytes, s) for name, s in seconds.items()},
@@ -131,7 +131,7 @@ def against_bare(pion: Process, shape: Shape, pairs: int) -> dict[str, Any]:
 
 
 def against_redis(
-    pion: Process, redis: Process, shape: Shape, pairs: int, unix: bool
+    pion: Process, redis: Process, shape: Shape, options: argparse.Namespace, unix: bool
 ) -> dict[str, Any]:
     """Figure 2 for one prefix over one kind of socket."""
     memory = np.ones(shape.layers * (shape.layer_bytes + 64) + 64, np.uint8)
@@ -140,7 +140,7 @@ def against_redis(
             "redis": raw_exchange(theirs, redis_requests(shape), memory),
             "pion": raw_exchange(ours, pion_requests(f"n{shape.tokens}", shape), memory),
         }
-        seconds = alternate(sides, pairs)
+        seconds = alternate(sides, options.pairs, options.patience)
     ratio = paired_ratio(seconds["redis"], seconds["pion"])
     return {
         **{f"{name}_ms": milliseconds(s) for name, s in seconds.items()},
@@ -182,11 +182,11 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             shape = replace(Shape(), tokens=tokens)
             fill(pion, redis, shape)
             found: dict[str, Any] = {"bytes": shape.total_bytes}
-            found["tcp_vs_bare_recv_into"] = against_bare(pion, shape, options.pairs)
+            found["tcp_vs_bare_recv_into"] = against_bare(pion, shape, options)
             if redis is not None:
                 for unix in (False, True):
                     key = f"{'unix' if unix else 'tcp'}_vs_redis"
-                    found[key] = against_redis(pion, redis, shape, options.pairs, unix)
+                    found[key] = against_redis(pion, redis, shape, options, unix)
             figures[f"N={tokens}"] = found
     report("stored_lane", options, figures)
 
