@@ -13,6 +13,7 @@
     │   ├── WrongType                WRONGTYPE
     │   ├── UnknownFormat            ERR; a ConfigError too
     │   └── TransactionAborted       EXECABORT
+    ├── ServerRefused              a command's refusal, as the adapters raise it
     ├── ProtocolError              bytes on the wire that are not RESP
     ├── StoreUnavailable           the server is absent, too slow, or answers nonsense
     │   ├── DeadlineExceeded         the time a cache operation may take is over
@@ -94,6 +95,10 @@ class TransactionAborted(CommandError):
     """A command of a transaction was refused while it was queued."""
 
     code = "EXECABORT"
+
+
+class ServerRefused(PionError, RuntimeError):
+    """A command was refused; the message is the server's error line."""
 
 
 class ProtocolError(PionError):

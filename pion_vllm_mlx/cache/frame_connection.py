@@ -1,0 +1,95 @@
+"""The client's side of the binary lane: one request in flight, each within a deadline."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import time
+
+from pion_vllm_mlx.errors import (
+    DeadlineExceeded,
+    ProtocolError,
+    ServerRefused,
+    StoreUnavailable,
+)
+from pion_vllm_mlx.wire import frames
+from pion_vllm_mlx.wire.frames import FrameParser, Status
+from pion_vllm_mlx.wire.requests import MemoryBulk
+
+LAYER_STORE, LAYER_FETCH, PING = 0x10, 0x11, 0xFF
+
+
+class FrameConnection:
+    """Opens when used; after any failure the next call opens a new one. Not thread-safe."""
+
+    def __init__(self, host: str, port: int, timeout: float) -> None:
+        self.host = host
+        self.port = port
+        self.timeout = timeout
+        self._socket: socket.socket | None = None
+        self._parser = FrameParser()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def layer_store(self, session: bytes, layer: int, blob: memoryview) -> None:
+        """Raises ServerRefused, StoreUnavailable."""
+        self.call(LAYER_STORE, _layer(session, layer), blob)
+
+    def layer_fetch(self, session: bytes, layer: int) -> bytes | None:
+        """A layer's bytes, None when it is not there. Raises as ``layer_store``."""
+        return self.call(LAYER_FETCH, _layer(session, layer))
+
+    def call(self, opcode: int, head: bytes = b"", blob: memoryview | None = None) -> bytes | None:
+        """The body of an OK reply, None for a miss."""
+        ends_at = time.monotonic() + self.timeout
+        finished = False
+        try:
+            status, body = self._exchange(opcode, head, blob or memoryview(b""), ends_at)
+            finished = True
+        except TimeoutError as error:
+            raise DeadlineExceeded(f"{self.host}:{self.port}: no reply in time") from error
+        except (OSError, ProtocolError) as error:
+            raise StoreUnavailable(f"{self.host}:{self.port}: {error}") from error
+        finally:
+            if not finished:
+                self.close()
+        if status == Status.ERROR:
+            raise ServerRefused(body.decode("utf-8", "replace"))
+        return body if status == Status.OK else None
+
+    def _exchange(
+        self, opcode: int, head: bytes, blob: memoryview, ends_at: float
+    ) -> tuple[int, bytes]:
+        sock = self._open(ends_at)
+        sock.sendall(frames.header(opcode, len(head) + blob.nbytes) + head)
+        if blob.nbytes:
+            sock.sendall(blob)
+        while (reply := self._parser.next_frame()) is None:
+            window = self._parser.get_buffer()
+            assert window is not None
+            sock.settimeout(max(ends_at - time.monotonic(), 1e-3))
+            received = sock.recv_into(window)
+            if received == 0:
+                raise ConnectionError("closed the connection")
+            self._parser.buffer_updated(received)
+        body = reply.body
+        if isinstance(body, bytes):
+            return reply.code, body
+        assert isinstance(body, MemoryBulk)
+        return reply.code, body.view.tobytes()
+
+    def _open(self, ends_at: float) -> socket.socket:
+        left = max(ends_at - time.monotonic(), 1e-3)
+        if self._socket is None:
+            self._parser = FrameParser()
+            self._socket = socket.create_connection((self.host, self.port), timeout=left)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(left)
+        return self._socket
+
+
+def _layer(session: bytes, layer: int) -> bytes:
+    return struct.pack("<H", len(session)) + session + struct.pack("<H", layer)
