@@ -33,6 +33,7 @@ from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.session import Server, ServerConfig
 from pion_vllm_mlx.server.store.files import DIRECTORY_MODE
+from pion_vllm_mlx.server.store.reclaim import Reclaimer
 from pion_vllm_mlx.server.store.store import Store, StoreConfig
 
 log = logging.getLogger("pion_vllm_mlx.server")
@@ -102,6 +103,7 @@ async def _listen(server: Server) -> list[asyncio.Server]:
 async def _housekeeping(server: Server) -> None:
     """Once a tick: flush, drop what is over, save a long log, close stalled connections."""
     store, config = server.store, server.config
+    reclaimer = Reclaimer(store)
     last_flush = time.monotonic()
     next_save = 0.0
     while True:
@@ -115,6 +117,8 @@ async def _housekeeping(server: Server) -> None:
         if quiet and store.vstore_wal.size + store.ssm_wal.size > store.config.wal_size:
             saved = await _guarded("saving", store.save)
             next_save = now + (0 if saved else SAVE_RETRY_SECONDS)
+        if now >= store.last_write + QUIET_SECONDS:
+            await _guarded("reclaiming", reclaimer.step)
         for connection in list(server.connections.values()):
             if connection.stalled(asyncio.get_running_loop().time()):
                 connection.abort()
@@ -137,7 +141,7 @@ async def _keyspace_chores(server: Server) -> None:
             next_save = now + (0 if saved else SAVE_RETRY_SECONDS)
 
 
-async def _guarded(what: str, work: Callable[[], Awaitable[None]]) -> bool:
+async def _guarded(what: str, work: Callable[[], Awaitable[object]]) -> bool:
     """Whether it went well: a failing disk must not end housekeeping."""
     try:
         await work()

@@ -189,6 +189,7 @@ def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
         "vstore_total_fetches": store.counters.fetches,
         "vstore_bytes": sum(session.row_bytes() for session in state.sessions.values()),
         "vstore_disk_bytes": store.space.disk_bytes(),
+        "vstore_copied_bytes": store.counters.bytes_copied,
         "vstore_evictions": store.space.evictions,
         "vstore_damaged": store.counters.damaged,
         "wal_bytes": store.vstore_wal.size,

@@ -84,7 +84,7 @@ class Rows(Record):
     in the storage format (they differ for formats of several parts only). A run is
     known by the sequence number of its first record; a snapshot, whose records are
     numbered anew, carries it in ``run_id``, and in ``shown`` how many rows from the first
-    on a truncation has left (0: all).
+    on a truncation has left (0: all). ``copied`` rows were there before: that is no access.
     """
 
     op = 2
@@ -101,6 +101,7 @@ class Rows(Record):
     blob: bytes | memoryview = b""
     run_id: int = 0
     shown: int = 0
+    copied: bool = False
 
     @property
     def inline(self) -> bytes | memoryview:
@@ -110,6 +111,8 @@ class Rows(Record):
         saved = {"run": self.run_id} if self.run_id else {}
         if self.shown:
             saved["shown"] = self.shown
+        if self.copied:
+            saved["copied"] = 1
         return {
             **saved,
             "sid": text(self.sid),
@@ -140,6 +143,7 @@ class Rows(Record):
             blob,
             f.get("run", 0),
             f.get("shown", 0),
+            bool(f.get("copied")),
         )
 
 

@@ -167,8 +167,16 @@ def verify_run(run: Run) -> None:
 
     Raises DamagedData, or OSError when it could not be found out.
     """
-    if run.verified:
-        return
+    if not run.verified:
+        check_run(run)
+        run.verified = True
+
+
+def check_run(run: Run) -> None:
+    """Check a run against its checksum, verified before or not. Reads the disk.
+
+    Raises DamagedData, or OSError when it could not be found out.
+    """
     try:
         crcs = [_part_crc(run, part, base) for part, base in run.shape.part_offsets()]
     except OSError as error:
@@ -177,7 +185,6 @@ def verify_run(run: Run) -> None:
         raise DamagedData(f"{where(run)}: {error}") from error
     if combine_crcs(crcs) != run.crc:
         raise DamagedData(f"{where(run)}: checksum of rows is wrong")
-    run.verified = True
 
 
 def state_is_intact(blob: StateBlob) -> bool:

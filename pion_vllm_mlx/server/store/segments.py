@@ -227,15 +227,26 @@ class SegmentFolder:
         """The segments of one group that are not sealed, oldest first."""
         return [s for s in self._of_group.get(group, {}).values() if not s.sealed]
 
+    def of_group(self, group: bytes) -> list[Segment]:
+        """The segments of one group."""
+        return list(self._of_group.get(group, {}).values())
+
     def create(self, group: bytes, data_start: int) -> Segment:
         """A new open segment of ``group``. Raises OSError."""
+        segment = self.create_closed(group, data_start)
+        segment.closed = False
+        self.open_of[group] = segment
+        return segment
+
+    def create_closed(self, group: bytes, data_start: int) -> Segment:
+        """A new segment of ``group`` that no store is given room in. Raises OSError."""
         name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
         file = FileHandle(self.path / (name + SUFFIX), os.O_RDWR | os.O_CREAT | os.O_EXCL)
         self.files.add(file)
         segment = Segment(name, group, file.path, self.files, data_start, data_start)
         self.segments[name] = segment
         self._join(segment, group)
-        self.open_of[group] = segment
+        segment.closed = True
         return segment
 
     def reserve(self, group: bytes, nbytes: int, tensors: int) -> Region:

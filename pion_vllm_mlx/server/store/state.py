@@ -32,6 +32,8 @@ from pion_vllm_mlx.server.store.wal import Inline, Logged
 
 #: how many namespaces that went away are remembered, for EXPLAIN.
 _GONE = 4096
+#: a layer with more runs than this is worth a look.
+MANY_RUNS = 16
 
 
 class InlineRun(NamedTuple):
@@ -56,7 +58,8 @@ class State:
 
     ``segment_of`` finds the segment a record names (raises OSError);
     ``unused`` collects segments in which nothing lives any more, for the store to unlink;
-    ``timed`` has the ids of sessions with a deadline.
+    ``timed`` has the ids of sessions with a deadline; ``untidy`` the groups in which
+    something died, or whose runs are many, since they were last looked at.
     """
 
     segment_of: Callable[[str, bytes], Segment]
@@ -66,6 +69,7 @@ class State:
     inline_runs: dict[int, InlineRun] = field(default_factory=dict)
     unused: list[Segment] = field(default_factory=list)
     timed: set[bytes] = field(default_factory=set)
+    untidy: dict[bytes, None] = field(default_factory=dict)
     fresh: bool = True
     _clock: int = 0
     _free_slots: list[int] = field(default_factory=list)
@@ -151,9 +155,12 @@ class State:
         layer = session.layers.setdefault(record.layer, LayerRows(spec))
         if isinstance(place, Inline):
             self.inline_runs[run_id] = InlineRun(group_of(record.sid), layer, run)
+        if record.start < layer.count or len(layer.extents) >= MANY_RUNS:
+            self.untidy[group_of(record.sid)] = None
         for dead in layer.insert(run):
             self._forget_run(dead)
-        self.touch(session)
+        if not record.copied:
+            self.touch(session)
 
     def _truncate(self, record: records.Truncate) -> None:
         session = self.sessions.get(record.sid)
@@ -163,6 +170,7 @@ class State:
             layer = session.layers.get(number)
             if layer is None:
                 continue
+            self.untidy[group_of(record.sid)] = None
             for dead in layer.truncate(length):
                 self._forget_run(dead)
             if not layer.extents:
@@ -199,6 +207,8 @@ class State:
             place.segment.uses -= 1
             if place.segment.uses == 0:
                 self.unused.append(place.segment)
+            else:
+                self.untidy[place.segment.group] = None
 
     def _forget_run(self, run: Run) -> None:
         self.inline_runs.pop(run.run_id, None)

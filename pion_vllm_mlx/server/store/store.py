@@ -69,6 +69,7 @@ class Counters:
     damaged: int = 0
     fetches: int = 0
     bytes_stored: int = 0
+    bytes_copied: int = 0
 
 
 @dataclass
@@ -107,6 +108,7 @@ class Store:
         self.last_write = time.monotonic()
         #: told which sessions changed or went, after every effect
         self.on_change: Callable[[list[bytes]], None] = lambda sids: None
+        found.state.untidy.update((s.group, None) for s in found.folder.segments.values())
         self._lock = asyncio.Lock()
         self.io = ThreadPoolExecutor(4, thread_name_prefix="store-io")
         self._log_thread = ThreadPoolExecutor(1, thread_name_prefix="store-log")
@@ -119,20 +121,21 @@ class Store:
 
     # -- effects ---------------------------------------------------------------
 
-    async def commit(self, build: Callable[[], Sequence[Record]]) -> None:
+    async def commit(self, build: Callable[[], Sequence[Record]], copied: bool = False) -> None:
         """Check and log one command's effects, then apply them.
 
         ``build`` runs under the write lock, on the event loop, and may refuse by raising
-        CommandError; then nothing happens.
+        CommandError; then nothing happens. ``copied``: the effects only move what is there;
+        where it was goes when the records are on stable storage.
         """
 
         async def locked() -> None:
             async with self._lock:
-                await self._log(list(build()))
+                await self._log(list(build()), copied)
 
         await _to_its_end(locked())
 
-    async def _log(self, effects: Sequence[Record]) -> None:
+    async def _log(self, effects: Sequence[Record], copied: bool = False) -> None:
         if not effects:
             return
         loop = asyncio.get_running_loop()
@@ -145,10 +148,11 @@ class Store:
             for entry in logged:
                 self.state.apply(entry)
         self.on_change([sid for effect in effects for sid in sessions_of(effect)])
-        self.last_write = time.monotonic()
-        self.space.discard_unused()
-        if self.config.appendfsync == "always":
+        if not copied:
+            self.last_write = time.monotonic()
+        if copied or self.config.appendfsync == "always":
             await self._flush_at_once()
+        self.space.discard_unused()
 
     async def _flush_at_once(self) -> None:
         loop = asyncio.get_running_loop()

@@ -1,0 +1,312 @@
+"""Copying what is alive out of segments that are mostly dead, and short runs into one.
+
+A copy is stored like new rows: into a new segment, then a record that lays it over the
+rows it was made from. Content never changes, whatever is lost in between; the old segment
+goes when nothing lives in it any more. A source is verified before it is copied, however
+often it was verified before: a copy gets a checksum of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from crc32c import crc32c
+
+from pion_vllm_mlx.errors import DamagedData
+from pion_vllm_mlx.server.store.files import pread_exactly
+from pion_vllm_mlx.server.store.index import (
+    Extent,
+    InSegment,
+    LayerRows,
+    Session,
+    StateBlob,
+    place_file,
+)
+from pion_vllm_mlx.server.store.records import Record, Rows, Seal, StoreState
+from pion_vllm_mlx.server.store.rows import (
+    WINDOW_BYTES,
+    RunWriter,
+    as_bytes,
+    check_run,
+    read_head,
+    read_layer,
+)
+from pion_vllm_mlx.server.store.sealing import prepare_segment, run_tensors, sessions_of, side_of
+from pion_vllm_mlx.server.store.segments import (
+    Region,
+    Segment,
+    SegmentFolder,
+    Tensor,
+    header_bytes_for,
+)
+from pion_vllm_mlx.server.store.shapes import RunShape
+from pion_vllm_mlx.server.store.state import State
+
+#: fewer dead bytes of a segment are not worth a copy.
+MIN_DEAD_BYTES = 256 << 10
+#: runs below this are short: more than MERGE_RUNS of them in a row become one.
+SHORT_RUN_BYTES = 1 << 20
+MERGE_RUNS = 16
+
+
+@dataclass(frozen=True)
+class RowsCopy:
+    """Rows ``[start, end)`` of a layer, which ``seen`` (all its extents) shows in a row."""
+
+    session: Session
+    layer: int
+    seen: list[Extent]
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.shape.file_bytes
+
+    @property
+    def parts(self) -> int:
+        return len(self.shape.spec.parts())
+
+    @property
+    def extents(self) -> list[Extent]:
+        layer = LayerRows(self.seen[0].run.shape.spec, 0, self.seen)
+        return list(layer.covering(self.start, self.end))
+
+    @property
+    def shape(self) -> RunShape:
+        """The new run's: spare rows only where the layer ends."""
+        last = self.extents[-1].run.shape
+        kind = RunShape.spaced if self.end == self.seen[-1].end else RunShape.dense
+        return kind(last.spec, self.end - self.start, last.head_major)
+
+    def still_there(self, state: State) -> bool:
+        """Whether the rows are the ones that were copied."""
+        rows = self.session.layers.get(self.layer)
+        same = state.sessions.get(self.session.sid) is self.session
+        return same and rows is not None and rows.extents is self.seen
+
+    def write(self, region: Region) -> tuple[Record, list[Tensor]]:
+        """Copy into the region. Blocks; raises DamagedData, OSError."""
+        shape, extents = self.shape, self.extents
+        for run in {id(extent.run): extent.run for extent in extents}.values():
+            check_run(run)
+        rows = LayerRows(shape.spec, 0, extents)
+        writer = RunWriter(shape, region)
+        step = max(1, WINDOW_BYTES // shape.spec.row_bytes)
+        windows = [(at, min(at + step, self.end)) for at in range(self.start, self.end, step)]
+        if shape.head_major:
+            for head in range(shape.spec.heads):
+                for first, last in windows:
+                    writer.write(as_bytes(read_head(rows, head, first, last)))
+        else:
+            for first, last in windows:
+                writer.write(as_bytes(read_layer(rows, first, last)))
+        name = f"{side_of(self.session.sid)}.{self.layer}.{self.start}-{self.end}"
+        return self._record(shape, writer, region), list(run_tensors(name, shape, region.offset))
+
+    def _record(self, shape: RunShape, writer: RunWriter, region: Region) -> Rows:
+        place = (region.segment.name, region.offset)
+        crcs = (writer.crc, writer.stream_crc)
+        layout = (shape.rows, shape.head_major, shape.padded)
+        where = (self.session.sid, self.layer, self.start)
+        return Rows(*where, *layout, *crcs, *place, copied=True)
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """A recurrent state."""
+
+    sid: bytes
+    layer: int
+    blob: StateBlob
+
+    @property
+    def nbytes(self) -> int:
+        return self.blob.length
+
+    @property
+    def parts(self) -> int:
+        return 1
+
+    def still_there(self, state: State) -> bool:
+        """Whether the state is the one that was copied."""
+        return state.states.get(self.sid, {}).get(self.layer) is self.blob
+
+    def write(self, region: Region) -> tuple[Record, list[Tensor]]:
+        """Copy into the region. Blocks; raises DamagedData, OSError."""
+        blob, crc = self.blob, 0
+        file = place_file(blob.place)
+        for at in range(0, blob.length, WINDOW_BYTES):
+            count = min(WINDOW_BYTES, blob.length - at)
+            data = pread_exactly(file.fd, count, blob.place.offset + at)
+            crc = crc32c(data, crc)
+            region.write(data, at)
+        if crc != blob.crc:
+            raise DamagedData(f"{file.path.name} at {blob.place.offset}: checksum is wrong")
+        place = (region.segment.name, region.offset)
+        record = StoreState(self.sid, self.layer, blob.length, crc, *place)
+        name = f"state.{self.layer}"
+        return record, [Tensor(name, "U8", [blob.length], region.offset, blob.length)]
+
+
+Copy = RowsCopy | StateCopy
+
+
+def _live_bytes(state: State, group: bytes) -> dict[str, tuple[int, int]]:
+    """Bytes of each segment of a group that live: with the spare rows of runs, and without."""
+    found: dict[str, tuple[int, int]] = {}
+
+    def add(segment: Segment, spaced: int, dense: int) -> None:
+        before = found.get(segment.name, (0, 0))
+        found[segment.name] = (before[0] + spaced, before[1] + dense)
+
+    for session in sessions_of(state, group):
+        for rows in session.layers.values():
+            for extent in rows.extents:
+                place, shape = extent.run.place, extent.run.shape
+                if isinstance(place, InSegment):
+                    dense = (extent.end - extent.start) * shape.spec.row_bytes
+                    spare = (shape.file_bytes - shape.data_bytes) // extent.run.live
+                    add(place.segment, dense + spare, dense)
+    for blob in state.states.get(group, {}).values():
+        if isinstance(blob.place, InSegment):
+            add(blob.place.segment, blob.length, blob.length)
+    return found
+
+
+def _wasteful(state: State, folder: SegmentFolder, group: bytes) -> list[Segment]:
+    """Segments of a group of which more than half is dead, and nobody writes to.
+
+    Holes are not counted as dead, whether the file system has holes or not.
+    """
+    live = _live_bytes(state, group)
+    found = []
+    for segment in folder.of_group(group):
+        if segment.writers or not segment.uses:
+            continue
+        spaced, dense = live.get(segment.name, (0, 0))
+        if segment.sealed:
+            size = segment.size - segment.header_bytes
+        else:
+            prepare_segment(state, segment)
+            size = segment.tail - segment.data_start
+        dead = min(size - spaced, segment.disk_bytes() - dense)
+        if dead > max(MIN_DEAD_BYTES, dense):
+            found.append(segment)
+    return found
+
+
+def _short(extent: Extent) -> bool:
+    return extent.run.shape.data_bytes < SHORT_RUN_BYTES
+
+
+def _stretches(extents: Sequence[Extent], chosen: Sequence[bool]) -> Iterator[list[Extent]]:
+    """Chosen extents that follow each other without a gap."""
+    stretch: list[Extent] = []
+    for extent, wanted in zip(extents, chosen, strict=True):
+        if stretch and not (wanted and stretch[-1].end == extent.start):
+            yield stretch
+            stretch = []
+        if wanted:
+            stretch.append(extent)
+    if stretch:
+        yield stretch
+
+
+def _layer_copies(
+    session: Session, layer: int, wasteful: set[str], limit: int
+) -> Iterator[RowsCopy]:
+    rows = session.layers[layer]
+    extents = rows.extents
+    leaving = [
+        isinstance(e.run.place, InSegment) and e.run.place.segment.name in wasteful for e in extents
+    ]
+    merging = [False] * len(extents)
+    short = [_short(extent) for extent in extents]
+    if sum(short) > MERGE_RUNS:
+        at = {id(extent): index for index, extent in enumerate(extents)}
+        for stretch in _stretches(extents, short):
+            for extent in stretch if len(stretch) > MERGE_RUNS else ():
+                merging[at[id(extent)]] = True
+    step = max(1, limit // rows.spec.row_bytes)
+    for stretch in _stretches(extents, [a or b for a, b in zip(leaving, merging, strict=True)]):
+        start, end = stretch[0].start, stretch[-1].end
+        for at_row in range(start, end, step):
+            yield RowsCopy(session, layer, extents, at_row, min(at_row + step, end))
+
+
+def plan(state: State, folder: SegmentFolder, group: bytes, limit: int) -> list[Copy]:
+    """What is worth copying in a group, about ``limit`` bytes of it; empty when it is tidy.
+
+    On the event loop. Reads no rows.
+    """
+    wasteful = {segment.name for segment in _wasteful(state, folder, group)}
+    copies: list[Copy] = []
+    total = 0
+    for copy in _all_copies(state, group, wasteful, limit):
+        if copies and total + copy.nbytes > limit:
+            break
+        copies.append(copy)
+        total += copy.nbytes
+    return copies
+
+
+def _all_copies(state: State, group: bytes, wasteful: set[str], limit: int) -> Iterator[Copy]:
+    for session in sessions_of(state, group):
+        for layer in session.layers:
+            yield from _layer_copies(session, layer, wasteful, limit)
+    for layer, blob in state.states.get(group, {}).items():
+        if isinstance(blob.place, InSegment) and blob.place.segment.name in wasteful:
+            yield StateCopy(group, layer, blob)
+
+
+@dataclass
+class Job:
+    """Copies of one group under way, into one new segment with a region for each."""
+
+    folder: SegmentFolder
+    copies: list[Copy]
+    segment: Segment
+    regions: list[Region]
+    records: list[Record]
+    seal: Seal | None = None
+    damaged: Copy | None = None
+    why: str = ""
+
+    @classmethod
+    def begin(cls, folder: SegmentFolder, group: bytes, copies: list[Copy]) -> Job:
+        """Make the segment. On the event loop; raises OSError."""
+        header = header_bytes_for(sum(copy.parts for copy in copies) + 2)
+        segment = folder.create_closed(group, header)
+        regions = []
+        for copy in copies:
+            offset = segment.append(copy.nbytes, copy.parts)
+            regions.append(Region(segment, offset, copy.nbytes))
+            segment.writers += 1
+        return cls(folder, copies, segment, regions, [])
+
+    def carry_out(self) -> None:
+        """Write everything, with the header, to stable storage. Blocks; raises OSError.
+
+        A source that does not verify ends it early: ``damaged`` says which.
+        """
+        tensors: list[Tensor] = []
+        for copy, region in zip(self.copies, self.regions, strict=True):
+            try:
+                record, parts = copy.write(region)
+            except DamagedData as error:
+                self.damaged, self.why = copy, str(error)
+                return
+            self.records.append(record)
+            tensors += parts
+        self.folder.seal(self.segment, tensors)
+        self.folder.flush([self.segment])
+        segment = self.segment
+        self.seal = Seal(segment.name, segment.size, segment.header_bytes, segment.header_crc)
+
+    def effects(self, state: State) -> list[Record]:
+        """The records of what is still as it was copied; the seal comes last."""
+        pairs = zip(self.copies, self.records, strict=True)
+        records = [record for copy, record in pairs if copy.still_there(state)]
+        return [*records, self.seal] if records and self.seal else []

@@ -1,0 +1,89 @@
+"""Giving dead bytes back, in quiet moments and a bounded step at a time.
+
+The state names the groups that got untidy: something in them died, or their runs are many.
+A step copies one group's live bytes out of segments that are mostly dead (``compaction``);
+then these go. While it copies nobody waits; the write lock is held as for any store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+from pion_vllm_mlx.server.store.compaction import Job, RowsCopy, plan
+from pion_vllm_mlx.server.store.store import Store
+
+log = logging.getLogger(__name__)
+
+#: bytes that one step copies, at most by one run more.
+STEP_BYTES = 32 << 20
+#: how long one step may look for something to do, on the event loop.
+_LOOK_SECONDS = 0.002
+
+
+class Reclaimer:
+    """See the module's docstring. Used on the store's event loop."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    async def step(self) -> bool:
+        """Tidy a group, or a part of it; whether there was something to do.
+
+        Raises CommandError or OSError when the disk refuses; the group is then left alone
+        until it changes again.
+        """
+        store = self.store
+        if not store.config.wal and store.paths.vstore.exists():
+            # the snapshot names the old segments, and no log would name the new ones
+            return False
+        untidy, ends_at = store.state.untidy, time.monotonic() + _LOOK_SECONDS
+        while untidy and time.monotonic() < ends_at:
+            group = next(iter(untidy))
+            del untidy[group]
+            copies = plan(store.state, store.segments, group, STEP_BYTES)
+            if copies:
+                await _to_its_end(self._carry_out(Job.begin(store.segments, group, copies)))
+                untidy[group] = None
+                return True
+        return False
+
+    async def _carry_out(self, job: Job) -> None:
+        store = self.store
+        try:
+            await store.run(job.carry_out)
+            if job.damaged is None:
+                await store.commit(lambda: job.effects(store.state), copied=True)
+        finally:
+            self._end(job)
+        if job.damaged is None:
+            store.counters.bytes_copied += sum(copy.nbytes for copy in job.copies)
+            return
+        log.warning("a copy ended: %s", job.why)
+        if isinstance(job.damaged, RowsCopy):
+            await store.drop_damaged([job.damaged.session], job.why)
+        else:
+            await store.drop_damaged_state(job.damaged.sid, job.damaged.blob, job.why)
+
+    def _end(self, job: Job) -> None:
+        """Nobody writes to the segment any more. It goes, unless something lives there now."""
+        broken = self.store.vstore_wal.broken or self.store.ssm_wal.broken
+        for region in job.regions:
+            if broken:
+                # the log's end may name the segment: the next start finds out
+                region.release()
+            else:
+                self.store.space.release(region, kept=True)
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await work that ends also when its caller is cancelled: a segment that a log names stays."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
