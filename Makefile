@@ -22,7 +22,7 @@ PYTEST_ARGS ?= -q -n 2 --dist loadfile
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
-	$(RUN) $(VENV)/bin/python -m pion_vllm_mlx demo $(ARGS)
+	@$(RUN) $(VENV)/bin/python -m pion_vllm_mlx demo $(ARGS)
 
 test: lint pytest
 

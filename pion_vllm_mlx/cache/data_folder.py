@@ -82,7 +82,9 @@ def exclusive(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             status = read_status(folder)
             owner = f"process {status.pid}, port {status.port}" if status else "another process"
-            raise DataFolderBusy(f"{folder} is in use by a server ({owner})") from None
+            raise DataFolderBusy(
+                f"{folder} is in use by a server ({owner}): end what uses it, then try again"
+            ) from None
         yield
     finally:
         os.close(descriptor)

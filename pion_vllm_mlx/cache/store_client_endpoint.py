@@ -36,6 +36,10 @@ def parse_url(url: str) -> Place:
     """The place that ``url`` names; raises ConfigError, a ValueError, for another URL."""
     parts = urlsplit(url)
     path = unquote(parts.path)
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError("no password belongs in a URL: use password= or PION_REQUIREPASS")
+    if parts.query or parts.fragment:
+        raise ConfigError(f"{url!r}: nothing may follow the place; write ? and # as %3F and %23")
     if "\0" in path:
         raise ConfigError(f"{url!r}: a path holds no NUL character")
     if parts.scheme == "embedded" and not parts.netloc:
