@@ -11,10 +11,11 @@ import pytest
 from tests.recovery.broken import VSTORE_WAL, Copies, boundaries, content_of
 from tests.recovery.driving import Driver, Word
 from tests.recovery.material import noise, open_sealed, register
+from tests.recovery.test_reclaim import tidy
 
 WIDTH = 64
 ROW_BYTES = 2 * WIDTH
-STEPS = ("store", "point", "restore", "again", "seal")
+STEPS = ("store", "point", "restore", "again", "seal", "tidy")
 LONG = 600  # rows of 128 bytes: more than ride in the log
 
 
@@ -60,7 +61,7 @@ class Walk:
         self.driver.ask(*register("n", 2, WIDTH))
         truncations = 0
         for step in range(steps):
-            (kind,) = random_.choices(STEPS, (8, 4, 5, 1, 1))
+            (kind,) = random_.choices(STEPS, (8, 4, 5, 1, 1, 2))
             match kind:
                 case "store":
                     self.store(random_, step)
@@ -73,6 +74,8 @@ class Walk:
                     self.start_again(random_.random() < 0.6)
                 case "seal":
                     self.driver.ask("KV.PREFIX.MAP", "n")
+                case "tidy":
+                    tidy(self.driver)
             self.check(step)
         self.start_again(True)
         self.start_again(False)
@@ -84,7 +87,7 @@ class Walk:
         number = random_.randrange(2)
         layer = self.layers[number]
         start = random_.choice((layer.count, random_.randrange(layer.count + 3), layer.count + 7))
-        count = random_.choice((1, 5, 40, LONG if random_.random() < 0.3 else 9))
+        count = random_.choice((1, 5, 40, 4 * LONG if random_.random() < 0.5 else 9))
         words = store("n_pk", number, start, count, step)
         self.driver.ask(*words)
         blob = words[5]
