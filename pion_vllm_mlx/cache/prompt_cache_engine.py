@@ -45,6 +45,9 @@ log = logging.getLogger("pion_vllm_mlx")
 
 _MOST_NAMESPACES = 4096
 
+_MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, MemoryError)
+"""What the parts of a record that only another program can have written may end in."""
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -145,16 +148,20 @@ class Engine:
         wanted = Wanted(request.namespace, record, probe.mapping, self._options.verify_always)
         try:
             loaded = self._through_lanes(wanted)
+            num_bytes, conversion = wanted.num_bytes(), _conversion(record.slots, record.leaves)
         except DamagedData as error:
-            self._damaged(request.namespace, str(error))
+            self._unverified(request.namespace, str(error), probe)
+            return None
+        except _MALFORMED as error:
+            self._damaged(request.namespace, f"completion record: {error!r}")
             return None
         if loaded is None:
             self._gone(request.namespace)
             return None
         lane, cache = loaded
-        self._counters.hit(lane, wanted.num_bytes())
+        self._counters.hit(lane, num_bytes)
         self._fetched(started)
-        self._counters.conversion = _conversion(record.slots, record.leaves)
+        self._counters.conversion = conversion
         self._share(request, cache, lane)
         return cache
 
@@ -202,6 +209,9 @@ class Engine:
             yield name
 
     def _load(self, lane: str, wanted: Wanted) -> list[Any]:
+        record = wanted.record
+        if _classes(record.slots) != _classes(record.identity["cache"]):
+            raise DamagedData("completion record: its slots are not those of the model's cache")
         arrays = LANES[lane](self._client, wanted)
         states = load_states(self._client, wanted)
         dtypes = {
@@ -312,6 +322,19 @@ class Engine:
         except PionError as error:
             log.info("prefix %s could not be dropped: %s", namespace, error)
 
+    def _unverified(self, namespace: str, why: str, probe: Probe) -> None:
+        """Rows that do not fit their record: damage, unless another process replaced them."""
+        self._counters.last_miss_reason = why
+        try:
+            replaced = self._client.record(namespace) != probe.record
+        except PionError as error:
+            self._unavailable(error)
+            return
+        if replaced:
+            self._gone(namespace)
+        else:
+            self._damaged(namespace, why)
+
     def _gone(self, namespace: str) -> None:
         """No lane delivered: asks the server why; damage that it found counts as damage."""
         try:
@@ -328,6 +351,10 @@ class Engine:
         level = logging.INFO if self._warned else logging.WARNING
         self._warned = True
         log.log(level, text, error)
+
+
+def _classes(slots: list[dict[str, Any]]) -> list[Any]:
+    return [(slot["class"], _classes(slot.get("caches", []))) for slot in slots]
 
 
 def _array_specs(slots: list[dict[str, Any]]) -> Iterator[ArraySpec]:

@@ -35,6 +35,8 @@ class SlotSource:
         """Per array of the slot ``([1, H, n_pad, D], n)``, in the order of its metadata."""
         ranges = [(int(start), int(end)) for start, end in meta["ranges"]]
         count = sum(end - start for start, end in ranges)
+        if count != _num_rows(meta) or max((b for _, b in ranges), default=0) != meta["offset"]:
+            raise DamagedData(f"metadata of a {meta['class']} slot: not the rows of its tokens")
         specs = [ArraySpec.from_json(spec) for spec in meta["arrays"]]
         fetched = {
             index: self._buffer(spec, ranges)
@@ -71,6 +73,12 @@ class SlotSource:
         return rows
 
 
+def _num_rows(meta: SlotMeta) -> int:
+    """How many rows a slot holds: all, those of its window, or those of its chunks."""
+    offset = int(meta["offset"])
+    return min(offset, int(meta.get("max_size", offset))) - int(meta.get("start_position", 0))
+
+
 def _cut(array: mx.array, length: int) -> mx.array:
     return array if array.shape[2] == length else array[:, :, :length, :]
 
@@ -85,6 +93,8 @@ def put(meta: SlotMeta, source: SlotSource) -> Any:
     Raises DamagedData for metadata that does not describe a cache.
     """
     try:
+        if meta.get("offset") and "arrays" not in meta:
+            raise DamagedData(f"metadata of a {meta['class']} slot: tokens without rows")
         return _PUT[meta["class"]](meta, source)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise DamagedData(f"metadata of a {meta.get('class')} slot: {error!r}") from error
@@ -162,14 +172,17 @@ def _sized(array: mx.array, capacity: int) -> mx.array:
 
 
 def _put_arrays(meta: SlotMeta, source: SlotSource) -> Any:
-    cache = new("ArraysCache", int(meta["size"]))
+    size, present = int(meta["size"]), meta["present"]
+    if size != len(present) or any(present) != (meta["slot"] in source.states):
+        raise DamagedData(f"recurrent state of slot {meta['slot']}: other entries are present")
+    cache = new("ArraysCache", size)
     for key in ("left_padding", "lengths"):
         if meta[key] is not None:
             values, dtype = meta[key]
             setattr(cache, key, mx.array(values, dtype_of(dtype)))
-    if any(meta["present"]):
+    if any(present):
         arrays = source.states[int(meta["slot"])]
-        if [a is not None for a in arrays] != meta["present"]:
+        if [a is not None for a in arrays] != present:
             raise DamagedData(f"recurrent state of slot {meta['slot']}: other entries are present")
         cache.cache = list(arrays)
     return cache

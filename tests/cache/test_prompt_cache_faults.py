@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from crc32c import crc32c
 
-from pion_vllm_mlx.cache import inproc
+from pion_vllm_mlx.cache import inproc, lanes
 from pion_vllm_mlx.cache.completion import COMPLETION_LAYER
 from pion_vllm_mlx.cache.embedded import START_SECONDS
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
+from pion_vllm_mlx.errors import StoreUnavailable
 from tests.cache.continuing import continued, unstored
 from tests.conftest import RunningServer, free_port_block
 from tests.models import tiny_model, token_ids
@@ -129,11 +132,83 @@ def test_rows_that_are_gone_make_a_record_no_hit(
     assert (pion.hits, pion.misses) == (1, 2)
 
 
+_NOT_A_RECORD: list[tuple[tuple[str | int, ...], Any]] = [
+    (("slots",), []),
+    (("slots", 0), 7),
+    (("slots", 0, "size"), 1 << 40),
+    (("slots", 0, "present"), []),
+    (("slots", 1, "offset"), 3),
+    (("slots", 1, "ranges"), []),
+    (("slots", 1, "arrays", 0), ["x"]),
+    (("leaves", 0), {}),
+    (("leaves", 0, "heads"), "two"),
+    (("runs", 0, 0), 40),
+    (("runs", 0, 3), None),
+    (("runs", 0, 4), 7),
+    (("states", 0, 2), "long"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    _NOT_A_RECORD,
+    ids=lambda v: "-".join(map(str, v)) if type(v) is tuple else "",
+)
+def test_a_record_of_another_program_is_a_miss_and_never_an_error(
+    store: RunningServer, model: Any, wanted: list[bytes], path: tuple[str | int, ...], value: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    name = "foreign" + "-".join(map(str, path))
+    stored(store, model, name).close()
+    with PionPromptCache(model, port=store.port) as pion:
+        blob = pion.resp.command("SSM.PREFIX.FETCH", name, COMPLETION_LAYER)
+        assert isinstance(blob, bytes)
+        length = int.from_bytes(blob[12:16], "little")
+        record = json.loads(blob[20 : 20 + length])
+        part: Any = record
+        for key in path[:-1]:
+            part = part[key]
+        part[path[-1]] = value
+        text = json.dumps(record).encode()
+        body = blob[:12] + len(text).to_bytes(4, "little") + blob[16:20] + text
+        body += blob[20 + length : -4]
+        body += crc32c(body).to_bytes(4, "little")
+        pion.resp.command("SSM.PREFIX.STORE", name, COMPLETION_LAYER, body)
+        assert_served(pion, model, name, wanted)
+        assert (pion.hits, pion.misses) == (0, 1) and pion.last_miss_reason
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_EXPORT", "1")
+    with PionPromptCache(model, port=store.port) as pion:
+        pion.resp.command("SSM.PREFIX.STORE", name, COMPLETION_LAYER, body)
+        assert_served(pion, model, name, wanted)
+        assert (pion.hits, pion.misses) == (0, 1) and pion.last_miss_reason
+
+
+def test_a_prefix_that_another_process_replaces_in_mid_fetch_is_no_damage(
+    store: RunningServer, model: Any, wanted: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(store, model, "replaced").close()
+    other = token_ids(70, seed=77)
+    fetch = lanes.LANES["mapped"]
+
+    def replace_and_fetch(*args: Any) -> Any:
+        monkeypatch.setitem(lanes.LANES, "mapped", fetch)
+        with PionPromptCache(model, port=store.port) as faster:
+            faster.get_or_prefill(other, "replaced")
+            assert faster.stats()["bytes_stored"]
+        raise StoreUnavailable("too slow")
+
+    monkeypatch.setitem(lanes.LANES, "mapped", replace_and_fetch)
+    with PionPromptCache(model, port=store.port, admission_threshold=2) as pion:
+        assert_served(pion, model, "replaced", wanted)
+        assert (pion.hits, pion.stats()["damaged"]) == (0, 0), pion.stats()
+    with PionPromptCache(model, port=store.port) as pion:
+        pion.get_or_prefill(other, "replaced")
+        assert pion.hits == 1
+
+
 def test_a_newer_record_is_neither_used_nor_overwritten(
     store: RunningServer, model: Any, wanted: list[bytes]
 ) -> None:
-    from crc32c import crc32c
-
     pion = stored(store, model, "newer")
     blob = pion.resp.command("SSM.PREFIX.FETCH", "newer", COMPLETION_LAYER)
     assert isinstance(blob, bytes)
