@@ -38,6 +38,7 @@ from pion_vllm_mlx.cache.prefill import Prefilled, prefill
 from pion_vllm_mlx.cache.prompt_cache_stats import Counters
 from pion_vllm_mlx.cache.prompt_cache_store import Prefix, write_prefix
 from pion_vllm_mlx.cache.store_client import Probe, StoreClient
+from pion_vllm_mlx.cache.store_client_endpoint import what_helps
 from pion_vllm_mlx.config import ClientSwitches
 from pion_vllm_mlx.errors import DamagedData, NewerFormat, PionError, UnsupportedCache
 
@@ -310,7 +311,9 @@ class Engine:
     def _unavailable(self, error: PionError) -> None:
         self._counters.unavailable += 1
         self._counters.last_miss_reason = f"no store: {error}"
-        self._warn("no prefix store, prefilling locally: %s", error)
+        advice = what_helps(error)
+        text = f"{error}; {advice}" if advice else str(error)
+        self._warn("no prefix store, prefilling locally: %s", text)
 
     def _damaged(self, namespace: str, why: str) -> None:
         """A prefix that does not verify is dropped whole, counted, and a miss."""
@@ -346,11 +349,11 @@ class Engine:
             self._counters.damaged += 1
             self._counters.last_miss_reason = why
 
-    def _warn(self, text: str, error: PionError) -> None:
+    def _warn(self, text: str, what: object) -> None:
         """One warning until the store works again."""
         level = logging.INFO if self._warned else logging.WARNING
         self._warned = True
-        log.log(level, text, error)
+        log.log(level, text, what)
 
 
 def _classes(slots: list[dict[str, Any]]) -> list[Any]:

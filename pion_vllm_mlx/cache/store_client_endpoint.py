@@ -18,7 +18,15 @@ from urllib.parse import unquote, urlsplit
 
 from pion_vllm_mlx.cache.connection import Address, RespConnection, info_fields
 from pion_vllm_mlx.cache.embedded import EmbeddedServer, attach
-from pion_vllm_mlx.errors import CommandError, ConfigError, PionError, StoreUnavailable
+from pion_vllm_mlx.errors import (
+    AuthenticationRequired,
+    CommandError,
+    ConfigError,
+    GreetingRefused,
+    PionError,
+    StoreUnavailable,
+    WrongPassword,
+)
 
 _LOOPBACK = ("localhost", "::1")
 
@@ -60,6 +68,20 @@ def parse_url(url: str) -> Place:
 def is_local(address: Address) -> bool:
     """Whether an address leads to this host."""
     return address.path is not None or address.host in _LOOPBACK or address.host.startswith("127.")
+
+
+def what_helps(error: PionError) -> str:
+    """What the user can do about a store that is not to be had; empty where nobody can tell."""
+    if isinstance(error, AuthenticationRequired | WrongPassword | GreetingRefused):
+        return "give the server's password as password= or in PION_REQUIREPASS"
+    if isinstance(error, CommandError) and error.sentence.startswith("unknown command"):
+        return "what answers there is no pion-server"
+    cause = error.__cause__
+    # A socket that is not there has no file name in its error; a data folder that is not has.
+    missing = isinstance(cause, FileNotFoundError) and cause.filename is None
+    if missing or isinstance(cause, ConnectionRefusedError):
+        return 'start "pion-server --kvcache", or use url="embedded:", which needs none'
+    return ""
 
 
 class BackOff:

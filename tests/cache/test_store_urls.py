@@ -1,12 +1,22 @@
-"""A URL names one place, or is refused with a sentence that says what to write."""
+"""A URL names one place; what cannot be reached or used is refused with what to do instead."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 
 from pion_vllm_mlx.cache.connection import Address
-from pion_vllm_mlx.cache.store_client_endpoint import Place, parse_url
-from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
+from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, Place, parse_url, what_helps
+from pion_vllm_mlx.errors import (
+    CommandError,
+    ConfigError,
+    PionError,
+    StoreUnavailable,
+    WrongPassword,
+)
+from tests.conftest import free_port_block
 
 
 @pytest.mark.parametrize(
@@ -41,3 +51,43 @@ def test_what_would_be_cut_off_a_place_is_refused(url: str) -> None:
 def test_what_is_no_place_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         parse_url(url)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (WrongPassword("invalid"), "PION_REQUIREPASS"),
+        (CommandError("unknown command 'KV.PREFIX.LOOKUP'"), "no pion-server"),
+        (CommandError("something else"), ""),
+    ],
+)
+def test_the_advice_fits_the_failure(error: PionError, advice: str) -> None:
+    assert advice in what_helps(error)
+    assert bool(advice) == bool(what_helps(error))
+
+
+@pytest.mark.parametrize("kind", ["tcp", "unix"])
+def test_where_nobody_listens_the_advice_is_to_start_a_server(kind: str, tmp_path: Path) -> None:
+    absent = f"unix://{tmp_path}/none" if kind == "unix" else f"tcp://127.0.0.1:{free_port_block()}"
+    endpoint = Endpoint(parse_url(absent), None, 2.0)
+    with pytest.raises(PionError) as refused:
+        endpoint.connection().command("PING")
+    assert "pion-server --kvcache" in what_helps(refused.value)
+
+
+def test_a_data_folder_that_cannot_be_made_is_no_absent_server(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in ("file", "file/below"):
+        endpoint = Endpoint(parse_url(f"embedded://{tmp_path}/{folder}"), None, 2.0)
+        with pytest.raises(PionError, match=folder) as refused:
+            endpoint.connection()
+        assert not what_helps(refused.value)
+    cause = FileNotFoundError(2, "No such file or directory", "/proc/x")
+    failed = StoreUnavailable("the data folder cannot be written")
+    failed.__cause__ = cause
+    assert not what_helps(failed)
+
+
+def test_the_pair_that_mlx_lm_loads_is_not_taken_for_a_model() -> None:
+    with pytest.raises(ConfigError, match="not a tuple"):
+        PionPromptCache(("model", "tokenizer"))
