@@ -8,7 +8,7 @@ not there NotStored.
 from __future__ import annotations
 
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,7 +20,7 @@ from pion_vllm_mlx.server.memory.layer_store import Piece
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.wire.frames import MAX_BODY_BYTES, BodyReader, Status
 
-Pieces: TypeAlias = Sequence[Piece]
+Pieces: TypeAlias = list[Piece]
 Answer: TypeAlias = tuple[Status, Pieces]
 Outcome: TypeAlias = "Pieces | Awaitable[Pieces]"
 Handler: TypeAlias = Callable[[Context, BodyReader], Outcome]

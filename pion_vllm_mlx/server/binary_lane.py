@@ -8,7 +8,6 @@ sent from where it lies; neither is joined.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 import socket
 import time
@@ -29,6 +28,7 @@ log = logging.getLogger(__name__)
 
 #: a long body that brings less than this in the stall time stands still.
 _STEP_BYTES = 64 << 10
+_NOTHING = header(Status.OK, 0)
 
 
 class BinaryConnection(asyncio.BufferedProtocol):
@@ -40,6 +40,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self._progress = 0.0
         self._step = 0
         self._closed = False
+        self._over = False  # closed, or about to be
         self._reading = True
         self._drained = asyncio.Event()
         self._drained.set()
@@ -49,25 +50,27 @@ class BinaryConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._loop = asyncio.get_running_loop()
         self._transport.set_write_buffer_limits(high=0)
         self._transport.get_extra_info("socket").setsockopt(
             socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
         )
         server = self.server
         server.connections_total += 1
-        host, port = transport.get_extra_info("peername")[:2]
+        # nobody, when the other side has left already
+        host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
         self._client = Client(server.connections_total, f"{host}:{port}", host == "127.0.0.1")
         self._context = Context(server, self._client, self._go_on)
         self._direct = DirectWriter(self._transport, server.store.run)
-        self._progress = asyncio.get_running_loop().time()
+        self._progress = self._loop.time()
         if len(server.clients) >= server.config.max_connections:
-            self._transport.abort()
+            self.abort()
             return
         server.clients[self._client.client_id] = self._client
         server.connections[self._client.client_id] = self
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._closed = self._direct.closed = True
+        self._closed = self._over = self._direct.closed = True
         self._drained.set()
         self.server.clients.pop(self._client.client_id, None)
         self.server.connections.pop(self._client.client_id, None)
@@ -84,7 +87,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self._step += nbytes
         if self._step >= _STEP_BYTES or not self.parser.in_body:
             self._step = 0
-            self._progress = asyncio.get_running_loop().time()
+            self._progress = self._loop.time()
         self.parser.buffer_updated(nbytes)
         self._go_on()
 
@@ -112,28 +115,32 @@ class BinaryConnection(asyncio.BufferedProtocol):
 
     def _go_on(self) -> None:
         """Execute what is there until something has to wait; then pause or resume reading."""
-        if self._ending:
+        if self._over:
             return
+        parser = self.parser
         try:
-            while self._task is None and self._drained.is_set() and not self._ending:
-                frame = self.parser.next_frame()
+            while self._task is None and self._drained.is_set():
+                frame = parser.next_frame()
                 if frame is None:
                     break
                 self._execute(frame)
         except ProtocolError as error:
             log.info("%s: %s", self._client.address, error)
-            self._transport.close()
+            self.close()
             return
-        self._pause_or_resume()
+        if parser.mid_frame or not self._reading:
+            self._pause_or_resume()
 
     def _pause_or_resume(self) -> None:
+        if self._over or self._transport.is_closing():
+            return
         wanted = self.parser.get_buffer() is not None
-        if wanted and not self._reading and not self._ending:
+        if wanted and not self._reading:
             # the silence so far was ours
-            self._progress = asyncio.get_running_loop().time()
+            self._progress = self._loop.time()
             self._reading = True
             self._transport.resume_reading()
-        elif not wanted and self._reading and not self._ending:
+        elif not wanted and self._reading:
             self._reading = False
             self._transport.pause_reading()
 
@@ -142,26 +149,29 @@ class BinaryConnection(asyncio.BufferedProtocol):
     def _execute(self, frame: Frame) -> None:
         """Run one operation and answer it, at once or as a task."""
         self.server.commands_total += 1
+        body = frame.body
         try:
             operation = binary_commands.find(self._context, frame.code)
             self._client.last_command = operation.name
             self._client.active = time.monotonic()
-            outcome = operation.handler(self._context, BodyReader(_bytes_of(frame.body)))
+            data = body if isinstance(body, bytes) else _bytes_of(body)
+            outcome = operation.handler(self._context, BodyReader(data))
         except CommandError as error:
             answer = binary_commands.refusal(error)
         except Exception:  # noqa: BLE001 - outermost loop: a bug must not end the server
             answer = _bug(frame)
         else:
-            if inspect.isawaitable(outcome):
+            if not isinstance(outcome, list):
                 self._start(self._finish(outcome, frame))
                 return
             answer = Status.OK, outcome
-        _release(frame.body)
+        if not isinstance(body, bytes):
+            _release(body)
         if not self._answer(answer):
             self._start(self._stream(answer))
 
     def _start(self, work: Awaitable[None]) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._to_its_end(work))
+        self._task = self._loop.create_task(self._to_its_end(work))
 
     async def _to_its_end(self, work: Awaitable[None]) -> None:
         try:
@@ -186,6 +196,9 @@ class BinaryConnection(asyncio.BufferedProtocol):
     def _answer(self, answer: Answer) -> bool:
         """Write a short reply; False for a long one."""
         status, pieces = answer
+        if not pieces and status is Status.OK:
+            self._transport.write(_NOTHING)
+            return True
         length = sum(len(piece) for piece in pieces)
         if length > GATHER_BYTES:
             return False
@@ -203,10 +216,6 @@ class BinaryConnection(asyncio.BufferedProtocol):
 
     # -- housekeeping ----------------------------------------------------------
 
-    @property
-    def _ending(self) -> bool:
-        return self._closed or self._transport.is_closing()
-
     def stalled(self, now: float) -> bool:
         """Whether half a frame has stood still for too long."""
         waiting = self.parser.mid_frame and self._reading
@@ -219,16 +228,16 @@ class BinaryConnection(asyncio.BufferedProtocol):
         return self._task
 
     def close(self) -> None:
+        self._over = True
         self._transport.close()
 
     def abort(self) -> None:
+        self._over = True
         self._transport.abort()
 
 
-def _bytes_of(body: bytes | BulkTarget) -> bytes | memoryview:
-    """A frame's body; empty where it was longer than its operation takes."""
-    if isinstance(body, bytes):
-        return body
+def _bytes_of(body: BulkTarget) -> bytes | memoryview:
+    """A long body; empty where it was longer than its operation takes."""
     return body.view if isinstance(body, LongInbound) else b""
 
 

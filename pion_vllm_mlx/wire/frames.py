@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from pion_vllm_mlx.errors import CommandError, ProtocolError
 from pion_vllm_mlx.wire.requests import BulkTarget, MemoryBulk
@@ -45,8 +44,7 @@ class Status(IntEnum):
     COLDMISS = 0x03
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """A whole frame: ``code`` is an opcode or a status, ``body`` bytes or a filled target."""
 
     code: int
@@ -124,7 +122,10 @@ class FrameParser:
     def next_frame(self) -> Frame | None:
         """The next whole frame, if it is there. Raises ProtocolError, for good."""
         if self._target is None:
-            begun = self._begin()
+            held = self._end - self._start
+            if held < HEADER_BYTES:
+                return None
+            begun = self._begin(held)
             if begun is not None or self._target is None:
                 return begun
         if not self._fill():
@@ -132,11 +133,8 @@ class FrameParser:
         target, self._target = self._target, None
         return Frame(self._code, target)
 
-    def _begin(self) -> Frame | None:
+    def _begin(self, held: int) -> Frame | None:
         """Read a header: a frame with a short body, or None and maybe an open target."""
-        held = self._end - self._start
-        if held < HEADER_BYTES:
-            return None
         magic, code, length = _HEADER.unpack_from(self._view, self._start)
         if magic != MAGIC:
             raise ProtocolError(f"a frame begins with {magic:#06x}, not with {MAGIC:#06x}")
@@ -146,10 +144,12 @@ class FrameParser:
         if length <= INLINE_BODY_BYTES:
             if held < HEADER_BYTES + length:
                 return None
-            self._start = body + length
-            data = bytes(self._view[body : self._start])
-            if self._start == self._end:
+            end = body + length
+            data = bytes(self._view[body:end]) if length else b""
+            if end == self._end:
                 self._start = self._end = 0
+            else:
+                self._start = end
             return Frame(code, data)
         self._code, self._left, self._start = code, length, body
         self._target = self._open_body(code, length)
@@ -176,7 +176,7 @@ class BodyReader:
     """Reads the fields of a request's body in order; what is left is a view, not a copy."""
 
     def __init__(self, body: bytes | memoryview) -> None:
-        self._view = memoryview(body).toreadonly()
+        self._view = memoryview(body)
         self._at = 0
 
     def _take(self, length: int) -> memoryview:
