@@ -7,15 +7,28 @@ import contextlib
 import os
 import random
 import shutil
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pion_vllm_mlx.errors import CommandError, DamagedData, NewerFormat
-from pion_vllm_mlx.server.keyspace.changes import PIECE_BYTES, Change, Verb, change
+from pion_vllm_mlx.server.keyspace import changes as log_format
+from pion_vllm_mlx.server.keyspace.changes import (
+    PIECE_BYTES,
+    Assembler,
+    Change,
+    Verb,
+    change,
+    decode,
+    pieces,
+)
 from pion_vllm_mlx.server.keyspace.data import Data, Overlay
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.keyspace.recovery import SNAPSHOT_MAGIC, WAL_MAGIC
@@ -92,24 +105,30 @@ class Keys:
         return content(self.keyspace.data)
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "data"
-    path.mkdir(mode=0o700)
-    return path
+MEMORY = Path("/dev/shm")
 
 
 @pytest.fixture
-def fresh(tmp_path: Path, folder: Path) -> Iterator[Callable[[], Path]]:
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """An empty data folder, where flushing costs nothing if the system has such a place."""
+    place = MEMORY if os.access(MEMORY, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=place, prefix="pion-test-") as name:
+        path = Path(name) / "data"
+        path.mkdir(mode=0o700)
+        yield path
+
+
+@pytest.fixture
+def fresh(folder: Path) -> Callable[[], Path]:
     """Copies of the folder, each in the place of the one before."""
-    place = tmp_path / "copy"
+    place = folder.with_name("copy")
 
     def copy() -> Path:
         shutil.rmtree(place, ignore_errors=True)
         shutil.copytree(folder, place)
         return place
 
-    yield copy
+    return copy
 
 
 def run(folder: Path, save_after: int = -1) -> list[Content]:
@@ -300,6 +319,28 @@ def test_a_change_longer_than_a_piece_is_there_whole_or_not_at_all(
 
 def _view(folder: Path) -> memoryview:
     return memoryview((folder / WAL).read_bytes())
+
+
+PARTS = st.lists(st.binary(max_size=40), max_size=5)
+CHANGES = st.lists(st.builds(lambda v, p: Change(v, tuple(p)), st.sampled_from(Verb), PARTS))
+
+
+@given(changes=CHANGES, piece_bytes=st.integers(1, 60))
+def test_pieces_of_any_length_make_the_batch_again(changes: list[Change], piece_bytes: int) -> None:
+    with mock.patch.object(log_format, "PIECE_BYTES", piece_bytes):
+        cut = list(pieces(changes))
+    assert all(len(piece.data) <= piece_bytes for piece in cut)
+    batches = Assembler()
+    found = [list(batches.add(piece.op, piece.payload())) for piece in cut]
+    assert found[-1] == changes
+    assert not any(found[:-1])
+
+
+@given(data=st.binary(max_size=60))
+def test_bytes_that_are_no_batch_are_damage(data: bytes) -> None:
+    with contextlib.suppress(DamagedData):
+        again = list(decode(data))
+        assert sum(len(p.data) for p in pieces(again)) == len(data)
 
 
 def test_a_piece_that_the_disk_refuses_takes_none_of_its_change_along(folder: Path) -> None:

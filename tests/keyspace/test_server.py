@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -54,6 +56,20 @@ def test_redis_py_gets_the_python_type_of_every_reply(client: redis.Redis) -> No
     assert answers == [True, 2, {b"a": b"1", b"b": b"2"}, [b"x"]]
     with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
         client.incr("h")
+
+
+def test_redis_benchmark_and_redis_cli_run_through(shared: RunningServer, wire: Wire) -> None:
+    if shutil.which("redis-benchmark") is None or shutil.which("redis-cli") is None:
+        pytest.skip("redis-tools are not installed")
+    commands = "ping,set,get,incr,lpush,rpush,lpop,rpop,sadd,hset,mset,lrange_100"
+    words = ["redis-benchmark", "-p", str(shared.port), "-n", "200", "-c", "5", "-q"]
+    done = subprocess.run([*words, "-t", commands], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "rror" not in done.stdout, done.stdout
+    assert done.stdout.count("requests per second") >= 12
+    names = subprocess.run(
+        ["redis-cli", "-p", str(shared.port), "--scan"], capture_output=True, timeout=30, check=True
+    )
+    assert set(names.stdout.split()) == set(wire.ask("KEYS", "*"))
 
 
 def test_a_transaction_of_redis_py_retries_until_nobody_interferes(client: redis.Redis) -> None:

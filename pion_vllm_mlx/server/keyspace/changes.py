@@ -98,7 +98,7 @@ class Piece(Record):
     """A batch, or a part of one, as one record of the log."""
 
     kind: int
-    data: bytes | memoryview
+    data: bytes
 
     @property
     def op(self) -> int:  # type: ignore[override]
@@ -108,7 +108,7 @@ class Piece(Record):
         return {}
 
     def payload(self) -> bytes:
-        return bytes(self.data)
+        return self.data
 
 
 def change(verb: Verb, *parts: bytes) -> Change:
@@ -116,18 +116,17 @@ def change(verb: Verb, *parts: bytes) -> Change:
     return Change(verb, parts)
 
 
-def encode(changes: Iterable[Change]) -> bytes:
-    """The bytes of a batch."""
-    out: list[bytes] = []
+def _chunks(changes: Iterable[Change]) -> Iterator[bytes]:
+    """The bytes of a batch, nothing of it copied."""
     for one in changes:
-        out.append(_HEAD.pack(one.verb, len(one.parts)))
+        yield _HEAD.pack(one.verb, len(one.parts))
         for part in one.parts:
-            out += (_LENGTH.pack(len(part)), part)
-    return b"".join(out)
+            yield _LENGTH.pack(len(part))
+            yield part
 
 
 def size_of(changes: Iterable[Change]) -> int:
-    """How many bytes ``encode`` makes."""
+    """How many bytes a batch of these has."""
     return sum(_HEAD.size + sum(_LENGTH.size + len(part) for part in one.parts) for one in changes)
 
 
@@ -152,15 +151,23 @@ def decode(data: bytes | memoryview) -> Iterator[Change]:
 
 
 def pieces(changes: Sequence[Change]) -> Iterator[Piece]:
-    """The records of one batch, made one by one."""
-    data = memoryview(encode(changes))
-    if len(data) <= PIECE_BYTES:
-        yield Piece(WHOLE, data)
+    """The records of one batch, made one by one: a long batch is never joined whole."""
+    left = size_of(changes)
+    if left <= PIECE_BYTES:
+        yield Piece(WHOLE, b"".join(_chunks(changes)))
         return
-    last = (len(data) - 1) // PIECE_BYTES
-    for number in range(last + 1):
-        kind = FIRST if number == 0 else LAST if number == last else MORE
-        yield Piece(kind, data[number * PIECE_BYTES : (number + 1) * PIECE_BYTES])
+    kind, held, size = FIRST, list[memoryview](), 0
+    for chunk in _chunks(changes):
+        view = memoryview(chunk)
+        while size + len(view) >= PIECE_BYTES:
+            taken, view = view[: PIECE_BYTES - size], view[PIECE_BYTES - size :]
+            left -= PIECE_BYTES
+            yield Piece(kind if left else LAST, b"".join([*held, taken]))
+            kind, held, size = MORE, [], 0
+        held.append(view)
+        size += len(view)
+    if left:
+        yield Piece(LAST, b"".join(held))
 
 
 class Assembler:
