@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pion_vllm_mlx.cache.connection import RespConnection
 from pion_vllm_mlx.cache.embedded import EmbeddedServer, attach
@@ -32,7 +34,7 @@ from pion_vllm_mlx.demo import blas, report
 from pion_vllm_mlx.demo.flip import FlippedByte, flip_stored_byte
 from pion_vllm_mlx.demo.model import ensure_model
 from pion_vllm_mlx.demo.text import QUESTIONS
-from pion_vllm_mlx.errors import PionError
+from pion_vllm_mlx.errors import ConfigError, PionError
 
 SERVER_END_SECONDS = 10.0
 WORKER_SECONDS = 3600.0
@@ -92,10 +94,23 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
         description="A prefix prefilled by one process, reused by others: timed and compared.",
     )
     number = _number_between
-    parser.add_argument("--prefix-tokens", type=number(16, 100_000), help="default 512")
-    parser.add_argument("--questions", type=number(1, len(QUESTIONS)), help="default 5")
-    parser.add_argument("--tokens", type=number(1, 1024), help="compared a question, default 16")
-    parser.add_argument("--model", help="folder or hub name instead of the demo's own model")
+    parser.add_argument(
+        "--prefix-tokens", type=number(16, 100_000), metavar="N", help="16 to 100000, default 512"
+    )
+    parser.add_argument(
+        "--questions",
+        type=number(1, len(QUESTIONS)),
+        metavar="N",
+        help=f"1 to {len(QUESTIONS)}, default 5",
+    )
+    parser.add_argument(
+        "--tokens", type=number(1, 1024), metavar="N", help="compared a question, default 16"
+    )
+    parser.add_argument(
+        "--model",
+        metavar="PATH_OR_HUB_NAME",
+        help="instead of the demo's own, which takes 1.1 GB in the user's cache folder",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--keep-data", action="store_true", help="keep the data folder")
     return Options(**vars(parser.parse_args(arguments)))
@@ -103,7 +118,10 @@ def parse_options(arguments: Sequence[str] | None) -> Options:
 
 def _number_between(low: int, high: int) -> Any:
     def parse(text: str) -> int:
-        value = int(text)
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"{value} is not between {low} and {high}")
         return value
@@ -111,7 +129,17 @@ def _number_between(low: int, high: int) -> Any:
     return parse
 
 
+def _require(options: Options) -> None:
+    """Raises ConfigError where a part or the model is missing, before anything starts."""
+    if importlib.util.find_spec("mlx_lm") is None:
+        raise ConfigError("the Python module mlx_lm is missing: pip install 'pion-vllm-mlx[demo]'")
+    model = options.model
+    if model and (model[0] in "/.~" or model.count("/") > 1) and not Path(model).exists():
+        raise ConfigError(f"--model: there is no folder {model}")
+
+
 def _run(options: Options, result: report.DemoResult) -> None:
+    _require(options)
     library = blas.matrix_library()
     amounts = options.amounts(library.fast)
     result.shortened = not library.fast and amounts != options.amounts(fast=True)
@@ -251,7 +279,7 @@ class Demo:
         """Run a worker in a fresh interpreter and read its report."""
         job = {
             "model": self.model,
-            "url": f"embedded://{data}",
+            "url": f"embedded://{quote(str(data))}",
             "prefix_tokens": self.amounts.prefix_tokens,
             "num_tokens": self.amounts.num_tokens,
             "questions": list(QUESTIONS[:num_questions]),

@@ -22,6 +22,7 @@ from pion_vllm_mlx.cache.prefill import prefill
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from pion_vllm_mlx.demo.answers import Answer, answer, first_difference, same_bits
 from pion_vllm_mlx.demo.text import prefix_ids, question_text
+from pion_vllm_mlx.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,10 @@ class Worker:
     def __init__(self, job: Job) -> None:
         started = time.perf_counter()
         self.job = job
-        self.model, self.tokenizer = load(job.model)[:2]
+        try:
+            self.model, self.tokenizer = load(job.model)[:2]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"the model {job.model} cannot be loaded: {error}") from error
         self.prefix = prefix_ids(self.tokenizer.encode, job.prefix_tokens)
         self.namespace = PionPromptCache.make_namespace("demo", str(job.prefix_tokens))
         # The first call of a process allocates and starts threads: no answer shall be timed by it.
@@ -153,7 +157,12 @@ def _ms_since(started: float) -> float:
 def main() -> int:
     """Run the job on standard input; the report is the last line of standard output."""
     job = Job(**json.load(sys.stdin))
-    print(json.dumps(asdict(Worker(job).run()), default=str))
+    try:
+        worker = Worker(job)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(asdict(worker.run()), default=str))
     return 0
 
 

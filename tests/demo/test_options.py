@@ -9,6 +9,7 @@ import pytest
 
 from pion_vllm_mlx.demo.blas import debian_openblas, matrix_library
 from pion_vllm_mlx.demo.run import FULL, SHORT, Amounts, main, parse_options
+from pion_vllm_mlx.errors import ConfigError
 
 
 def test_a_slow_machine_shortens_what_was_not_asked_for() -> None:
@@ -39,6 +40,16 @@ def test_a_bad_option_ends_with_usage_before_anything_runs(
         main(words)
     assert ended.value.code == 2
     assert "usage:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", ["/no-such-folder", "./none", "no/such/folder"])
+def test_a_model_that_is_nowhere_is_named_before_anything_runs(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("mlx_lm", reason="comes with the mlx extra")
+    with pytest.raises(ConfigError, match=model):
+        main(["--model", model])
+    assert "Process A" not in capsys.readouterr().out
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="Metal is fast without a BLAS")
