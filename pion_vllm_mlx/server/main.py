@@ -183,7 +183,11 @@ async def serve(config: ServerConfig, folder: DataFolder) -> None:
     listeners = await _listen(server)
     socket_path = str(config.unixsocket) if config.unixsocket else None
     folder.publish_status(port=server.port, unixsocket=socket_path, version=__version__)
-    print(f"pion-server {__version__} ready on {config.address}:{server.port}", flush=True)
+    print(
+        f"pion-server {__version__} ready on {config.address}:{server.port}, "
+        f"data in {config.folder.absolute()}",
+        flush=True,
+    )
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stopping.set)
