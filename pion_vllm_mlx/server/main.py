@@ -101,11 +101,9 @@ async def _listen(server: Server) -> list[asyncio.Server]:
 
 
 async def _housekeeping(server: Server) -> None:
-    """Once a tick: flush, drop what is over, save a long log, close stalled connections."""
+    """Once a tick: flush, drop what is over, close stalled connections."""
     store, config = server.store, server.config
-    reclaimer = Reclaimer(store)
     last_flush = time.monotonic()
-    next_save = 0.0
     while True:
         await asyncio.sleep(_TICK_SECONDS)
         now = time.monotonic()
@@ -113,15 +111,24 @@ async def _housekeeping(server: Server) -> None:
             last_flush = now
             await _guarded("flushing", store.flush)
         await _guarded("dropping old prefixes", store.expire)
-        quiet = now >= max(next_save, store.last_write + QUIET_SECONDS)
-        if quiet and store.vstore_wal.size + store.ssm_wal.size > store.config.wal_size:
-            saved = await _guarded("saving", store.save)
-            next_save = now + (0 if saved else SAVE_RETRY_SECONDS)
-        if now >= store.last_write + QUIET_SECONDS:
-            await _guarded("reclaiming", reclaimer.step)
         for connection in list(server.connections.values()):
             if connection.stalled(asyncio.get_running_loop().time()):
                 connection.abort()
+
+
+async def _upkeep(server: Server) -> None:
+    """Save a long log, and give dead bytes back in quiet moments; each may take a while."""
+    store = server.store
+    reclaimer = Reclaimer(store)
+    next_save = 0.0
+    while True:
+        await asyncio.sleep(_TICK_SECONDS)
+        now = time.monotonic()
+        if now >= next_save and store.saver.due(QUIET_SECONDS):
+            saved = await _guarded("saving", store.save_in_steps)
+            next_save = now + (0 if saved else SAVE_RETRY_SECONDS)
+        if now >= store.last_write + QUIET_SECONDS:
+            await _guarded("reclaiming", reclaimer.step)
 
 
 async def _keyspace_chores(server: Server) -> None:
@@ -191,7 +198,7 @@ async def serve(config: ServerConfig, folder: DataFolder) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stopping.set)
-    chores = [loop.create_task(work(server)) for work in (_housekeeping, _keyspace_chores)]
+    chores = [loop.create_task(work(server)) for work in (_housekeeping, _upkeep, _keyspace_chores)]
     if config.embedded:
         deserted = loop.create_task(_until_deserted(server, EmbeddedDefaults()))
         deserted.add_done_callback(lambda task: server.stopping.set())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -68,16 +69,28 @@ def segment_tensors(state: State, segment: Segment) -> Iterator[Tensor]:
 
 
 class Mover:
-    """Copies the inline runs of one group into a segment and lists the moves for its SEAL."""
+    """Copies the inline runs of one group into a segment and lists the moves for its SEAL.
 
-    def __init__(self, state: State, group: bytes) -> None:
-        self.runs = [
+    ``most_bytes`` of them, by one run more at most; ``complete`` says whether that is all.
+    """
+
+    def __init__(self, state: State, group: bytes, most_bytes: int) -> None:
+        inline = (
             (session, layer, run)
             for session in sessions_of(state, group)
             for layer, rows in session.layers.items()
             for run in rows.runs()
             if isinstance(run.place, Inline)
-        ]
+        )
+        self.runs: list[tuple[Session, int, Run]] = []
+        self.nbytes = 0
+        self.complete = True
+        for entry in inline:
+            if self.nbytes >= most_bytes:
+                self.complete = False
+                break
+            self.runs.append(entry)
+            self.nbytes += entry[2].shape.data_bytes
         self.last = {
             (session.sid, layer): rows.extents[-1].run
             for session in sessions_of(state, group)
@@ -165,9 +178,12 @@ class SealJob:
             self.folder.unlink(self.target)
 
 
-def begin_seal(state: State, folder: SegmentFolder, group: bytes) -> SealJob:
+def begin_seal(
+    state: State, folder: SegmentFolder, group: bytes, most_bytes: int = sys.maxsize
+) -> SealJob:
     """Choose what to seal of a group, and close it to further stores. Raises OSError.
 
+    ``most_bytes`` limits the short runs that are moved out of the log.
     On the event loop, under the write lock: a segment that is chosen here has no writer
     and gets none.
     """
@@ -177,7 +193,7 @@ def begin_seal(state: State, folder: SegmentFolder, group: bytes) -> SealJob:
     ready = [s for s in unsealed if s.writers == 0 and s.uses]
     for segment in ready:
         segment.closed = True
-    mover = Mover(state, group)
+    mover = Mover(state, group, most_bytes)
     target, created = None, False
     if mover.runs:
         target = next((s for s in reversed(ready) if mover.fits(s)), None)

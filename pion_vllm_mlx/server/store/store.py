@@ -9,16 +9,15 @@ belongs to the event loop.
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pion_vllm_mlx.errors import CommandError, DamagedData
-from pion_vllm_mlx.server.store import framing, snapshot
 from pion_vllm_mlx.server.store.eviction import (
     EvictionPolicy,
     LeastRecentlyUsed,
@@ -27,11 +26,12 @@ from pion_vllm_mlx.server.store.eviction import (
     drop_expired,
     drop_namespace,
 )
-from pion_vllm_mlx.server.store.files import publish, raise_file_limit
+from pion_vllm_mlx.server.store.files import raise_file_limit
 from pion_vllm_mlx.server.store.index import Run, Session, StateBlob
 from pion_vllm_mlx.server.store.records import Create, Drop, Record, Rows, Truncate
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
 from pion_vllm_mlx.server.store.rows import verify_run
+from pion_vllm_mlx.server.store.saving import Saver
 from pion_vllm_mlx.server.store.sealing import SealJob, begin_seal
 from pion_vllm_mlx.server.store.segments import Region, Segment
 from pion_vllm_mlx.server.store.space import Space
@@ -44,8 +44,6 @@ INLINE_BYTES = 64 << 10
 SEAL_WAIT_SECONDS = 1.0
 #: how many sessions past their deadline are dropped at once.
 _EXPIRE_BATCH = 256
-#: how many groups a SAVE seals with one trip to the disk.
-_SEAL_BATCH = 64
 
 
 @dataclass(frozen=True)
@@ -109,11 +107,12 @@ class Store:
         #: told which sessions changed or went, after every effect
         self.on_change: Callable[[list[bytes]], None] = lambda sids: None
         found.state.untidy.update((s.group, None) for s in found.folder.segments.values())
-        self._lock = asyncio.Lock()
+        self.write_lock = asyncio.Lock()
         self.io = ThreadPoolExecutor(4, thread_name_prefix="store-io")
         self._log_thread = ThreadPoolExecutor(1, thread_name_prefix="store-log")
+        self.saver = Saver(self)
         if found.salvaged and config.wal:
-            self._save_files(None)
+            self.saver.write_files()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run blocking ``work`` off the event loop."""
@@ -130,7 +129,7 @@ class Store:
         """
 
         async def locked() -> None:
-            async with self._lock:
+            async with self.write_lock:
                 await self._log(list(build()), copied)
 
         await _to_its_end(locked())
@@ -191,7 +190,7 @@ class Store:
         """
         if self.space.excess(nbytes) <= 0:
             return
-        async with self._lock:
+        async with self.write_lock:
             while (excess := self.space.excess(nbytes)) > 0:
                 await self._log(self.space.evict_for_bytes(excess))
 
@@ -206,29 +205,38 @@ class Store:
         """Publish everything a group holds. Raises CommandError when it cannot."""
 
         async def locked() -> None:
-            async with self._lock:
-                await self._seal([group])
+            async with self.write_lock:
+                await self.seal_locked([group])
 
-        await self._wait_for_writers(self.segments.unsealed(group))
+        await self.wait_for_writers(self.segments.unsealed(group))
         await _to_its_end(locked())
 
-    def _unsealed(self) -> list[Segment]:
+    def unsealed_segments(self) -> list[Segment]:
         return [s for s in self.segments.segments.values() if not s.sealed]
 
-    async def _wait_for_writers(self, segments: list[Segment]) -> None:
+    async def wait_for_writers(self, segments: list[Segment]) -> None:
+        """Give no more room in these segments, and let what is being written there end."""
         deadline = time.monotonic() + SEAL_WAIT_SECONDS
         for segment in segments:
             segment.closed = True
         while any(s.writers for s in segments) and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
 
-    async def _seal(self, groups: Sequence[bytes]) -> None:
+    async def seal_locked(self, groups: Sequence[bytes], most_bytes: int = sys.maxsize) -> int:
+        """Publish groups, as many as ``most_bytes`` of short runs allow; how many are complete.
+
+        Under the write lock. Raises CommandError.
+        """
         jobs: list[SealJob] = []
         try:
             for group in groups:
-                jobs.append(begin_seal(self.state, self.segments, group))
+                jobs.append(begin_seal(self.state, self.segments, group, most_bytes))
+                most_bytes -= jobs[-1].mover.nbytes
+                if most_bytes <= 0:
+                    break
             seals = await self.run(lambda: [seal for job in jobs for seal in job.carry_out()])
             await self._log(seals)
+            return sum(job.mover.complete for job in jobs)
         except (OSError, ValueError) as error:
             raise CommandError(f"sealing failed: {error}") from error
         finally:
@@ -241,31 +249,12 @@ class Store:
 
         Blocks only writes. Raises CommandError; then the previous snapshots and logs stand.
         """
-        await self._wait_for_writers(self._unsealed())
-        await _to_its_end(self._save(path))
+        await self.wait_for_writers(self.unsealed_segments())
+        await _to_its_end(self.saver.at_once(path))
 
-    async def _save(self, path: Path | None) -> None:
-        async with self._lock:
-            groups = {segment.group for segment in self._unsealed()} | self.state.inline_groups()
-            waiting = iter(sorted(groups))
-            while batch := list(islice(waiting, _SEAL_BATCH)):
-                await self._seal(batch)
-            try:
-                await self.run(lambda: self._save_files(path))
-            except OSError as error:
-                raise CommandError(f"KV.PREFIX.SAVE failed: {error}") from error
-
-    def _save_files(self, path: Path | None) -> None:
-        self.segments.flush(self.segments.dirty())
-        vstore_lsn, ssm_lsn = self.vstore_wal.next_lsn - 1, self.ssm_wal.next_lsn - 1
-        if path is not None:
-            snapshot.write_portable(path, self.state, vstore_lsn)
-        content = snapshot.vstore_records(self.state)
-        publish(self.paths.vstore, snapshot.chunks(framing.VSTORE_SNAPSHOT, vstore_lsn, content))
-        # short states are read in the snapshot from now on: the old log's space is freed
-        self.state.move_inline_states(snapshot.publish_states(self.paths.ssm, self.state, ssm_lsn))
-        self.vstore_wal.truncate()
-        self.ssm_wal.truncate()
+    async def save_in_steps(self) -> None:
+        """Save while stores go on; the logs keep what they log meanwhile. Raises CommandError."""
+        await _to_its_end(self.saver.in_steps())
 
     def nothing_to_save(self) -> bool:
         """No rows, no states, empty logs, no snapshot."""
@@ -334,8 +323,8 @@ class Store:
         await self.commit(build)
 
     async def close(self) -> None:
-        """Flush and let the threads end."""
-        async with self._lock:
+        """Flush and let the threads end; a save under way ends first."""
+        async with self.saver.one_at_a_time, self.write_lock:
             await self.flush()
         self._log_thread.shutdown()
         self.io.shutdown()

@@ -20,9 +20,13 @@ from pion_vllm_mlx.server.store.files import (
     FileHandle,
     flush,
     flush_directory,
+    pread_exactly,
     pwrite_all,
 )
 from pion_vllm_mlx.server.store.records import Record
+
+#: how much of a log is copied at once.
+_COPY_BYTES = 1 << 20
 
 
 class Inline(NamedTuple):
@@ -129,18 +133,59 @@ class Wal:
         if self._file is None and not self.path.exists():
             self.appended = 0
             return
-        # opened before the rename: what is appended from then on must not go to a lost file
-        temporary = self.path.with_name(self.path.name + TEMPORARY)
-        empty = FileHandle(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self.replace(WalTail(self, self.size), 0)
+
+    def replace(self, tail: WalTail, records: int) -> None:
+        """Forget every record but the last ``records``, which ``tail`` holds. Raises OSError."""
         try:
-            os.replace(temporary, self.path)
+            tail.catch_up()
+            os.replace(tail.file.path, self.path)
         except OSError:
             with contextlib.suppress(OSError):
-                temporary.unlink()
+                tail.file.path.unlink()
             raise
-        empty.path = self.path
-        self._file = empty if self.enabled else None
-        self.size = self.appended = 0
+        tail.file.path = self.path
+        self._file = tail.file if self.enabled else None
+        self.size, self.appended = tail.size, records
         self.dirty = False
         self.broken = ""
         flush_directory(self.path.parent)
+
+    def copy(self, begin: int, target: FileHandle, offset: int) -> int:
+        """Copy what was appended from ``begin`` on to another file; how many bytes. Blocks."""
+        if self._file is None:
+            return 0
+        end = self.size
+        for at in range(begin, end, _COPY_BYTES):
+            data = pread_exactly(self._file.fd, min(_COPY_BYTES, end - at), at)
+            pwrite_all(target.fd, data, offset + at - begin)
+        return end - begin
+
+
+class WalTail:
+    """The end of a log in a file that is to take the log's place.
+
+    What is appended meanwhile is fetched by ``catch_up``, also from another thread.
+    """
+
+    def __init__(self, wal: Wal, begin: int) -> None:
+        """Copy the log from ``begin`` on, to stable storage. Blocks; raises OSError."""
+        self._wal = wal
+        self._next = begin
+        self.size = 0
+        temporary = wal.path.with_name(wal.path.name + TEMPORARY)
+        # opened before the rename: what is appended from then on must not go to a lost file
+        self.file = FileHandle(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Copy what is missing. Blocks; raises OSError."""
+        begin = max(self._next, framing.HEADER_BYTES)
+        if self._wal.size <= begin:
+            return
+        head = b"" if self.size else framing.header(self._wal.magic)
+        pwrite_all(self.file.fd, head, self.size)
+        copied = self._wal.copy(begin, self.file, self.size + len(head))
+        self.size += len(head) + copied
+        self._next = begin + copied
+        flush(self.file.fd)

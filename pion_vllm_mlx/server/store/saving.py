@@ -1,0 +1,176 @@
+"""SAVE: everything sealed, both snapshots written, the logs shortened.
+
+*At once* (KV.PREFIX.SAVE) holds the write lock to the end: the logs are empty afterwards.
+*In steps* (the server's own saves) holds it only for one batch of seals, for a copy of the
+index and for the last bytes of the log: stores go on meanwhile, and what they log after
+the copy stays in the logs. One save runs at a time: an older snapshot never replaces a
+newer one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.store import framing, snapshot
+from pion_vllm_mlx.server.store.files import publish
+from pion_vllm_mlx.server.store.index import Place
+from pion_vllm_mlx.server.store.state import SavedState, State
+from pion_vllm_mlx.server.store.wal import Wal, WalTail
+
+if TYPE_CHECKING:
+    from pion_vllm_mlx.server.store.store import Store
+
+#: how many groups a SAVE seals with one trip to the disk.
+SEAL_BATCH = 64
+#: short runs that one step of a save moves out of the log, at most by one run more.
+STEP_BYTES = 8 << 20
+#: without a quiet moment a log is saved at this many times its size, or at the size of its
+#: snapshot, up to BUSY_LIMIT times its size: a snapshot is not written for a few records.
+BUSY_FACTOR = 2
+BUSY_LIMIT = 4
+
+
+class _Log(NamedTuple):
+    """One log with its snapshot, and where the log ended when the index was copied."""
+
+    wal: Wal
+    snapshot_path: Path
+    covered_lsn: int
+    size: int
+
+
+class Saver:
+    """Saves one store. Used on its event loop."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.one_at_a_time = asyncio.Lock()
+
+    # -- when ------------------------------------------------------------------
+
+    def due(self, quiet_seconds: float) -> bool:
+        """Whether the logs are past their size: in a quiet moment, or far past it in any."""
+        store = self._store
+        if time.monotonic() - store.last_write >= quiet_seconds:
+            return store.vstore_wal.size + store.ssm_wal.size > store.config.wal_size
+        return any(self._pressing(wal, path) for wal, path in self._pairs())
+
+    def _pressing(self, wal: Wal, snapshot_path: Path) -> bool:
+        size = self._store.config.wal_size
+        if wal.size <= BUSY_FACTOR * size:
+            return False
+        saved = snapshot_path.stat().st_size if snapshot_path.exists() else 0
+        return wal.size > min(BUSY_LIMIT * size, saved)
+
+    def _pairs(self) -> list[tuple[Wal, Path]]:
+        store = self._store
+        return [(store.vstore_wal, store.paths.vstore), (store.ssm_wal, store.paths.ssm)]
+
+    # -- at once ---------------------------------------------------------------
+
+    async def at_once(self, path: Path | None) -> None:
+        """Save, and write a portable copy to ``path``; writes wait. Raises CommandError."""
+        store = self._store
+        async with self.one_at_a_time, store.write_lock:
+            waiting = iter(sorted(self._groups()))
+            while batch := list(islice(waiting, SEAL_BATCH)):
+                await store.seal_locked(batch)
+            try:
+                await store.run(lambda: self.write_files(path))
+            except OSError as error:
+                raise CommandError(f"KV.PREFIX.SAVE failed: {error}") from error
+
+    def _groups(self) -> set[bytes]:
+        """Groups with something to seal."""
+        store = self._store
+        return {s.group for s in store.unsealed_segments()} | store.state.inline_groups()
+
+    def write_files(self, path: Path | None = None) -> None:
+        """Write the snapshots, then empty the logs; the write lock is held. Blocks; OSError."""
+        store = self._store
+        store.segments.flush(store.segments.dirty())
+        vstore_lsn, ssm_lsn = store.vstore_wal.next_lsn - 1, store.ssm_wal.next_lsn - 1
+        if path is not None:
+            snapshot.write_portable(path, store.state, vstore_lsn)
+        _publish_manifest(store.paths.vstore, store.state, vstore_lsn)
+        # short states are read in the snapshot from now on: the old log's space is freed
+        saved = snapshot.publish_states(store.paths.ssm, store.state, ssm_lsn)
+        store.state.move_inline_states(saved)
+        store.vstore_wal.truncate()
+        store.ssm_wal.truncate()
+
+    # -- in steps --------------------------------------------------------------
+
+    async def in_steps(self) -> None:
+        """Save while stores go on. Raises CommandError; then the logs are as long as before."""
+        async with self.one_at_a_time:
+            await self._seal_in_steps()
+            try:
+                await self._write_in_steps()
+            except OSError as error:
+                raise CommandError(f"saving failed: {error}") from error
+
+    async def _seal_in_steps(self) -> None:
+        """Seal what is there now, a part at a time; what comes meanwhile is the next save's."""
+        store = self._store
+        waiting = sorted(self._groups())
+        await store.wait_for_writers(store.unsealed_segments())
+        while waiting:
+            async with store.write_lock:
+                done = await store.seal_locked(waiting[:SEAL_BATCH], STEP_BYTES)
+            # a group of which a part is left comes again
+            waiting = waiting[done:]
+
+    async def _write_in_steps(self) -> None:
+        store = self._store
+        async with store.write_lock:
+            logs = [
+                _Log(wal, path, wal.next_lsn - 1, wal.size)
+                for wal, path in self._pairs()
+                if wal.size > store.config.wal_size // 4
+            ]
+            frozen = await store.run(lambda: snapshot.frozen(store.state))
+        saved = await store.run(lambda: self._publish(frozen, logs))
+        tails = await store.run(lambda: [WalTail(log.wal, log.size) for log in logs])
+        async with store.write_lock:
+            store.state.move_inline_states(_unchanged(store.state, frozen, saved))
+            await store.run(lambda: _shorten(logs, tails))
+
+    def _publish(self, frozen: State, logs: Iterable[_Log]) -> list[SavedState]:
+        """Write the snapshots of the logs. Blocks; raises OSError."""
+        store = self._store
+        store.segments.flush(store.segments.dirty())
+        saved: list[SavedState] = []
+        for log in logs:
+            if log.wal is store.vstore_wal:
+                _publish_manifest(log.snapshot_path, frozen, log.covered_lsn)
+            else:
+                saved = snapshot.publish_states(log.snapshot_path, frozen, log.covered_lsn)
+        return saved
+
+
+def _publish_manifest(path: Path, state: State, covered_lsn: int) -> None:
+    content = snapshot.vstore_records(state)
+    publish(path, snapshot.chunks(framing.VSTORE_SNAPSHOT, covered_lsn, content))
+
+
+def _unchanged(state: State, frozen: State, saved: Iterable[SavedState]) -> list[SavedState]:
+    """The saved states that nobody has replaced or dropped since."""
+
+    def place_of(one: State, entry: SavedState) -> Place | None:
+        blob = one.states.get(entry.sid, {}).get(entry.layer)
+        return None if blob is None else blob.place
+
+    return [entry for entry in saved if place_of(state, entry) is place_of(frozen, entry)]
+
+
+def _shorten(logs: Iterable[_Log], tails: Iterable[WalTail]) -> None:
+    """Let each log begin behind what its snapshot covers. The write lock is held."""
+    for log, tail in zip(logs, tails, strict=True):
+        log.wal.replace(tail, log.wal.next_lsn - 1 - log.covered_lsn)

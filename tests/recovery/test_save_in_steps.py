@@ -1,0 +1,252 @@
+"""The server's own saves: stores go on, nothing is lost, the logs stay bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.store import saving
+from pion_vllm_mlx.server.store.reclaim import Reclaimer
+from tests.recovery.broken import SSM_WAL, VSTORE_WAL, boundaries, content_of
+from tests.recovery.driving import Content, Driver, Options, Word
+from tests.recovery.faults import failing
+from tests.recovery.material import agrees, open_sealed, register, rows, state, store_all
+from tests.recovery.model import Model
+
+
+def save(driver: Driver) -> None:
+    driver.loop.run_until_complete(driver.store.save_in_steps())
+
+
+def small_logs(driver: Driver, size: int = 1000) -> None:
+    """Logs that are too long soon."""
+    object.__setattr__(driver.store.config, "wal_size", size)
+
+
+def logs(folder: Path) -> int:
+    return sum((folder / name).stat().st_size for name in (VSTORE_WAL, SSM_WAL))
+
+
+def test_a_save_in_steps_of_a_quiet_store_leaves_empty_logs(folder: Path) -> None:
+    with Driver(folder) as driver:
+        small_logs(driver)
+        store_all(driver, "a")
+        store_all(driver, "b")
+        driver.ask("KV.PREFIX.PIN", "a")
+        expected = driver.content()
+        save(driver)
+        assert logs(folder) == 0 and driver.store.vstore_wal.appended == 0
+        assert driver.content() == expected
+        open_sealed(driver)
+        save(driver)
+    with Driver(folder) as driver:
+        assert driver.store.replayed.vstore == driver.store.replayed.ssm == 0
+        assert driver.content() == expected and agrees(driver, "a") == 8
+
+
+def some_words(dice: random.Random, turn: int) -> tuple[Word, ...]:
+    name = dice.choice("abc")
+    sid = name + dice.choice(["_pk", "_pv"])
+    return dice.choice(
+        [
+            *[rows(sid, dice.randrange(2), dice.randrange(40), dice.choice([1, 9, 600]))] * 4,
+            state(dice.choice([name, f"{name}@8"]), dice.randrange(3), 300, turn),
+            state(name, 65535, 70_000, turn),
+            ("KV.PREFIX.MAP", name),
+        ]
+    )
+
+
+async def _both(driver: Driver, words: list[tuple[Word, ...]], dice: random.Random) -> None:
+    """Store and save at the same time."""
+    await asyncio.gather(driver.store.save_in_steps(), _storing(driver, words, dice))
+
+
+async def _storing(driver: Driver, words: list[tuple[Word, ...]], dice: random.Random) -> None:
+    for command in words:
+        await driver._ask(command)
+        await asyncio.sleep(dice.choice([0, 0, 0.0005]))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_is_stored_during_a_save_survives_it(folder: Path, seed: int) -> None:
+    dice = random.Random(seed)
+    driver = Driver(folder)
+    model = Model()
+    tails = 0
+    for name in "abc":
+        driver.ask(*register(name))
+        model = model.after(register(name))
+    for turn in range(12):
+        small_logs(driver)
+        batch = [some_words(dice, 100 * turn + n) for n in range(12)]
+        driver.loop.run_until_complete(_both(driver, batch, dice))
+        for words in batch:
+            model = model.after(words)
+        tails += logs(folder) > 0
+        for name in (VSTORE_WAL, SSM_WAL):
+            if (folder / name).stat().st_size:
+                boundaries(folder / name)
+        if turn % 2:
+            driver.crash()
+            driver = Driver(folder)
+            assert driver.store.counters.damaged == 0
+        assert Model.of(driver.content()) == model, turn
+        if turn % 3 == 0:
+            driver.loop.run_until_complete(Reclaimer(driver.store).step())
+    assert tails >= 6, "stores went on while a save ran"
+    driver.ask("KV.PREFIX.SAVE")
+    assert logs(folder) == 0
+    open_sealed(driver)
+    assert Model.of(driver.content()) == model
+    driver.crash()
+
+
+def test_a_save_at_once_waits_for_one_in_steps_and_leaves_nothing_behind(folder: Path) -> None:
+    with Driver(folder) as driver:
+        small_logs(driver)
+        store_all(driver, "a")
+
+        async def both() -> None:
+            in_steps = asyncio.ensure_future(driver.store.save_in_steps())
+            await asyncio.sleep(0.001)
+            await driver._ask(rows("a_pk", 0, 3, 4))
+            await driver._ask(("KV.PREFIX.SAVE",))
+            await in_steps
+            await asyncio.gather(driver.store.save(), driver.store.save_in_steps())
+
+        driver.loop.run_until_complete(both())
+        expected = driver.content()
+        assert logs(folder) == 0
+    assert content_of(folder) == expected
+
+
+def _interrupted(driver: Driver, fail_at: int, forever: bool) -> tuple[Content, list[str]]:
+    """A save whose call ``fail_at`` fails, with a store that got through before and one after."""
+    small_logs(driver)
+    store_all(driver, "a")
+    driver.ask(*rows("a_pk", 0, 2, 9))
+    expected = driver.content()
+    with failing(fail_at, forever) as faults:
+        try:
+            save(driver)
+        except (CommandError, OSError):
+            assert faults.failed
+    return expected, faults.failed
+
+
+def test_a_crash_within_a_save_in_steps_loses_nothing(folder: Path) -> None:
+    for fail_at in range(150):
+        place = folder / str(fail_at)
+        place.mkdir()
+        with Driver(place) as driver:
+            expected, failed = _interrupted(driver, fail_at, forever=True)
+        with Driver(place) as driver:
+            assert driver.content() == expected, (fail_at, failed)
+            small_logs(driver)
+            driver.ask(*rows("a_pk", 1, 2, 700))
+            later = driver.content()
+            save(driver)
+            assert not list(place.glob("*.tmp"))
+        assert content_of(place) == later
+        if not failed:
+            assert fail_at > 15
+            return
+    raise AssertionError("never got through")
+
+
+def test_a_save_in_steps_that_fails_keeps_store_and_logs_going(folder: Path) -> None:
+    for fail_at in range(150):
+        place = folder / str(fail_at)
+        place.mkdir()
+        with Driver(place) as driver:
+            expected, failed = _interrupted(driver, fail_at, forever=False)
+            assert driver.content() == expected, (fail_at, failed)
+            driver.ask(*rows("a_pk", 1, 2, 700))
+            driver.ask(*state("a", 3, 50))
+            later = driver.content()
+        with Driver(place) as driver:
+            assert driver.content() == later, (fail_at, failed)
+        if not failed:
+            return
+    raise AssertionError("never got through")
+
+
+def test_a_long_log_moves_in_steps_of_bounded_size(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "STEP_BYTES", 20_000)
+    with Driver(folder) as driver:
+        small_logs(driver)
+        for name in "abc":
+            driver.ask(*register(name))
+            for start in range(0, 400, 20):
+                driver.ask(*rows(f"{name}_pk", 0, start, 20))
+        expected = driver.content()
+        held: list[int] = []
+        real = driver.store.seal_locked
+
+        async def counted(groups: list[bytes], most_bytes: int) -> int:
+            before = len(driver.store.state.inline_runs)
+            done = await real(groups, most_bytes)
+            held.append(before - len(driver.store.state.inline_runs))
+            return done
+
+        monkeypatch.setattr(driver.store, "seal_locked", counted)
+        save(driver)
+        # 60 runs of 2,560 bytes, 8 in a step
+        assert sum(held) == 60 and max(held) <= 9 and len(held) >= 8
+        assert logs(folder) == 0 and driver.content() == expected
+        assert agrees(driver, "a") == 20
+        open_sealed(driver)
+    assert content_of(folder) == expected
+
+
+def test_only_a_log_that_is_long_is_saved(folder: Path) -> None:
+    with Driver(folder) as driver:
+        small_logs(driver, 100_000)
+        driver.ask(*register("a"))
+        for start in range(0, 4000, 20):
+            driver.ask(*rows("a_pk", 0, start, 20))
+        driver.ask(*state("a", 0, 100))
+        expected, short = driver.content(), driver.store.ssm_wal.size
+        save(driver)
+        assert driver.store.vstore_wal.size == 0 and driver.store.ssm_wal.size == short
+        assert not driver.store.paths.ssm.exists()
+    assert content_of(folder) == expected
+
+
+def test_a_busy_store_is_saved_when_its_log_is_far_past_its_size(folder: Path) -> None:
+    with Driver(folder) as driver:
+        small_logs(driver, 20_000)
+        driver.ask(*register("a"))
+        longest = 0
+        for turn in range(200):
+            driver.ask(*rows("a_pk", 0, turn % 50, 20))
+            longest = max(longest, driver.store.vstore_wal.size)
+            if driver.store.saver.due(1e9):
+                save(driver)
+                assert driver.store.vstore_wal.size == 0
+        assert 2 * 20_000 < longest < 5 * 20_000
+        expected = driver.content()
+    assert content_of(folder) == expected
+
+
+def test_a_quiet_store_is_saved_when_its_logs_are_past_their_size(folder: Path) -> None:
+    with Driver(folder) as driver:
+        small_logs(driver, 3000)
+        driver.ask(*register("a"))
+        driver.ask(*rows("a_pk", 0, 0, 10))
+        assert not driver.store.saver.due(0)
+        driver.ask(*rows("a_pk", 0, 10, 20))
+        assert driver.store.saver.due(0) and not driver.store.saver.due(1e9)
+
+
+def test_without_a_log_there_is_nothing_to_save_in_steps(folder: Path) -> None:
+    with Driver(folder, Options(wal=False)) as driver:
+        store_all(driver, "a")
+        assert not driver.store.saver.due(0)
