@@ -114,6 +114,7 @@ def test_a_target_without_room_makes_the_parser_wait() -> None:
     parser.buffer_updated(len(data))
     assert parser.next_frame() is None and parser.get_buffer() is None
     target.room = 3
+    assert parser.get_buffer() is None, "bytes that came earlier go first"
     assert parser.next_frame() is None and target.filled == 250
     window = parser.get_buffer()
     assert window is not None and len(window) == 3

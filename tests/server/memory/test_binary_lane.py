@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import socket
 import struct
 import subprocess
@@ -324,7 +325,9 @@ def started(folder: Path, *flags: str) -> Iterator[Wire]:
     ) as process:
         try:
             assert process.stdout is not None
-            with Wire.tcp(int(process.stdout.readline().rsplit(":", 1)[1])) as wire:
+            ready = re.search(r"ready on [\d.]+:(\d+)", process.stdout.readline())
+            assert ready is not None
+            with Wire.tcp(int(ready[1])) as wire:
                 yield wire
         finally:
             process.terminate()

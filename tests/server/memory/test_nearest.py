@@ -103,12 +103,14 @@ def test_short_pieces_are_joined_and_long_ones_are_not() -> None:
         layers.extend(b"s", 0, b"%02d" % n)
     held = layers.fetch(b"s", 0)
     assert held is not None and len(held) == 1
+    layers.extend(b"s", 0, b"xx")
+    assert len(held[0]) == 100, "what a reader holds has changed"
     long = memoryview(bytes(70_000))
     layers.extend(b"s", 0, long)
     layers.extend(b"s", 0, b"tail")
     pieces = layers.fetch(b"s", 0)
-    assert pieces is not None and pieces[1] is long and [len(p) for p in pieces] == [100, 70_000, 4]
-    assert len(held) == 1, "what a reader holds has changed"
+    assert pieces is not None and pieces[1] is long and [len(p) for p in pieces] == [102, 70_000, 4]
+    assert len(held) == 1
 
 
 def test_a_layer_that_no_reply_could_carry_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
