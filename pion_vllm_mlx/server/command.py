@@ -53,7 +53,8 @@ class Command:
     with ``any_prefix`` they are not held against --ns-prefix. ``long_arguments``: an
     argument may be long, lives in memory, and is read with ``arguments.data``.
     ``keyspace``: works on plain keys, one in ``key_step`` arguments; what it writes goes
-    to their log. ``at_once``: is not queued by MULTI.
+    to their log. ``at_once``: is not queued by MULTI. ``tenant``: a tenant may use it, on its
+    own keys; everything else is refused to tenants.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Command:
     keyspace: bool = False
     key_step: int = 1
     at_once: bool = False
+    tenant: bool = False
 
     @property
     def group(self) -> str:

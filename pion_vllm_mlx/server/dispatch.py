@@ -13,6 +13,7 @@ from pion_vllm_mlx.server.inbound import DeferredBulk, MemoryInbound, StreamInbo
 from pion_vllm_mlx.server.long_arguments import LongInbound
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.records import Record
+from pion_vllm_mlx.server.tenants import check_allowed, own_arguments
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,11 @@ _NOT_ENABLED = {
 }
 
 
-def find(args: list[Arg]) -> Command:
-    """The command of a request. Raises CommandError when unknown or of wrong arity."""
+def find(context: Context, args: list[Arg]) -> Command:
+    """The command of a request. Raises CommandError when unknown, of wrong arity or not allowed."""
     name = args[0] if isinstance(args[0], bytes) else b""
     command = TABLE.get(name.upper())
+    _check_access(context, command, name, len(args))
     if command is None:
         raise _unknown(name, args[1:])
     if not command.accepts(len(args)):
@@ -50,20 +52,36 @@ def _unknown(name: bytes, rest: list[Arg]) -> CommandError:
     return CommandError(f"unknown command '{text}', with args beginning with: {shown}")
 
 
-def guard(command: Command, context: Context, args: list[Arg]) -> None:
-    """Authentication, the --kvcache switch and the namespace prefix."""
-    config = context.server.config
-    if config.password and not context.client.authenticated and not command.no_auth:
+def _check_access(context: Context, command: Command | None, name: bytes, count: int) -> None:
+    """Whether this connection may use the command, be there one or not."""
+    if command is not None and command.no_auth:
+        return
+    client = context.client
+    if context.server.config.password and not client.authenticated:
         raise AuthenticationRequired("Authentication required.")
+    if client.tenant:
+        check_allowed(client.tenant, command, name, count)
+
+
+def guard(command: Command, context: Context, args: list[Arg]) -> list[Arg]:
+    """The --kvcache switch, the namespace prefix, the memory limit.
+
+    Returns the arguments for the handler: those of a tenant name what is its own.
+    """
+    config = context.server.config
     if command.kvcache and not config.kvcache:
         raise CommandError(_NOT_ENABLED[command.name.partition(".")[0]])
-    if command.keys is None or command.any_prefix or not config.ns_prefix:
-        return
-    first, last = command.keys
+    if config.ns_prefix and command.keys is not None and not command.any_prefix:
+        _check_prefix(command.keys, config.ns_prefix, args)
+    return own_arguments(context.client.tenant, command, args) if context.client.tenant else args
+
+
+def _check_prefix(keys: tuple[int, int], required: bytes, args: list[Arg]) -> None:
+    first, last = keys
     end = len(args) if last < 0 else last + 1
     for key in args[first:end]:
-        if not (isinstance(key, bytes) and key.startswith(config.ns_prefix)):
-            prefix = config.ns_prefix.decode("utf-8", "replace")
+        if not (isinstance(key, bytes) and key.startswith(required)):
+            prefix = required.decode("utf-8", "replace")
             raise CommandError(f"namespace must start with required prefix '{prefix}'")
 
 
@@ -72,10 +90,13 @@ def open_bulk(context: Context, args: list[Arg], length: int) -> BulkTarget:
 
     Raises CommandError for what cannot be used, as far as is known by now.
     """
-    command = TABLE.get(args[0].upper()) if args and isinstance(args[0], bytes) else None
+    name = args[0] if args and isinstance(args[0], bytes) else b""
+    command = TABLE.get(name.upper())
+    # the argument that begins here is a word, too
+    _check_access(context, command, name, len(args) + 1)
     if command is None:
         raise CommandError("unknown command")
-    guard(command, context, args)
+    args = guard(command, context, args)
     if command.open_bulk is not None:
         return command.open_bulk(context, args, length)
     if command.long_arguments:
@@ -92,8 +113,8 @@ def execute(context: Context, args: list[Arg]) -> Reply | Awaitable[Reply]:
     """Run one command; a refusal raises CommandError, here or when awaited."""
     transaction = context.client.transaction
     try:
-        command = find(args)
-        guard(command, context, args)
+        command = find(context, args)
+        args = guard(command, context, args)
         context.client.last_command = command.name.lower()
         context.client.active = time.monotonic()
         if transaction is not None and not command.at_once:

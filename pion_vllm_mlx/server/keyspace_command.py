@@ -30,8 +30,9 @@ Handler = Callable[..., Any]
 def reads(
     name: str, arity: int, summary: str, keys: tuple[int, int] | None = (1, 1), **options: Any
 ) -> Callable[[Handler], Handler]:
-    """Declare a command that answers from the keys."""
+    """Declare a command that answers from the keys; tenants may use it where it names them."""
     options |= {"keys": keys, "keyspace": True, "any_prefix": True, "long_arguments": True}
+    options.setdefault("tenant", keys is not None)
     return command(name, arity, summary, **options)
 
 

@@ -11,7 +11,9 @@ from typing import Any
 
 from pion_vllm_mlx.config import EmbeddedDefaults, ServerEnvironment
 from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.server.log_format import FORMATS as LOG_FORMATS
 from pion_vllm_mlx.server.session import ServerConfig
+from pion_vllm_mlx.server.tenants import parse_tenant, tenant_table
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20}
 _UNITS |= {"g": 1 << 30, "gb": 1 << 30, "t": 1 << 40, "tb": 1 << 40}
@@ -33,6 +35,13 @@ def _number(low: int, high: int) -> Callable[[str], int]:
         return int(text)
 
     return parse
+
+
+def _quota(text: str) -> tuple[str, int]:
+    name, equals, amount = text.partition("=")
+    if not equals or size(amount) < 1:
+        raise ValueError(f"'{text}' is not NAME=BYTES")
+    return name, size(amount)
 
 
 def _address(text: str) -> str:
@@ -60,10 +69,14 @@ def _password_file(text: str) -> str:
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag: its config field ('' = accepted, no effect), its parser (None = no value)."""
+    """A flag: its config field ('' = accepted, no effect), its parser (None = no value).
+
+    ``many``: it may be given several times; the field is a list.
+    """
 
     field: str = ""
     parse: Callable[[str], Any] | None = None
+    many: bool = False
     value: Any = True
     help: str = ""
     metavar: str = ""
@@ -89,6 +102,20 @@ _FLAGS: dict[str, Flag] = {
     "--unixsocket": Flag("unixsocket", Path, help="also listen on this socket", metavar="PATH"),
     "--requirepass": Flag("password", _password, help="password of the server", metavar="PW"),
     "--requirepass-file": Flag("password", _password_file, help="file with it", metavar="PATH"),
+    "--tenant": Flag(
+        "tenants",
+        parse_tenant,
+        many=True,
+        help="a tenant that sees only its own names",
+        metavar="NAME=PW",
+    ),
+    "--tenant-quota": Flag(
+        "quotas",
+        _quota,
+        many=True,
+        help="bytes that a tenant may store",
+        metavar="NAME=BYTES",
+    ),
     "--ns-prefix": Flag("ns_prefix", str.encode, help="namespaces start with this", metavar="S"),
     "--no-wal": Flag("wal", value=False, help="no logs: only SAVE keeps anything"),
     "--wal-size": Flag("wal_size_mb", _number(1, 1 << 20), help="MB before a SAVE", metavar="MB"),
@@ -111,6 +138,15 @@ _FLAGS: dict[str, Flag] = {
         _number(1, 86_400),
         help="close after half a command and so long a silence (30)",
         metavar="SECONDS",
+    ),
+    "--metrics-port": Flag(
+        "metrics_port", _number(1, 65535), help="Prometheus text on /metrics", metavar="N"
+    ),
+    "--metrics-bind": Flag(
+        "metrics_bind", _address, help="where it listens (127.0.0.1)", metavar="ADDR"
+    ),
+    "--log-format": Flag(
+        "log_format", _choice(*LOG_FORMATS), help="how log lines look", metavar="text|json"
     ),
     "--embedded": Flag("embedded", help="end when the last client has left"),
 }
@@ -135,10 +171,8 @@ _FLAGS["--profile"] = Flag("", _choice("kv", "vector", "ai", "full"))
 _SHORT = {"-p": "--port", "-w": "--workers"}
 _NOTICE = ("--inference", "--flare", "--emb-enabled", "--llm-enabled", "--nle-embed")
 _NOT_YET: tuple[str, ...] = (
-    "--tenant",
     "--maxmemory",
     "--maxmemory-policy",
-    "--metrics-port",
     "--attend-budget",
 )
 _NOT_YET += ("--tls-port", "--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file")
@@ -187,7 +221,9 @@ def _values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             value = flag.parse(text)
         except (ValueError, OSError) as error:
             raise ConfigError(f"{name}: {error}") from None
-        if flag.field:
+        if flag.many:
+            fields.setdefault(flag.field, []).append(value)
+        elif flag.field:
             fields[flag.field] = value
     return fields, notices
 
@@ -202,6 +238,11 @@ def parse(argv: Sequence[str], environment: ServerEnvironment) -> tuple[ServerCo
         raise ConfigError(f"-w {workers}: this version runs one worker")
     if "wal_size_mb" in fields:
         fields["wal_size"] = fields.pop("wal_size_mb") << 20
+    fields["tenants"] = tenant_table(
+        fields.get("tenants", ()),
+        fields.pop("quotas", ()),
+        fields.get("password") or environment.password or "",
+    )
     folder = fields.setdefault("folder", Path.cwd())
     fields["folder"] = folder.expanduser().absolute()
     fields.setdefault("password", environment.password or "")

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
+from pion_vllm_mlx.server.tenants import ADMIN_NAME, Tenant, shown_name
 
 if TYPE_CHECKING:
     from pion_vllm_mlx.server.transactions import Transaction
@@ -37,6 +38,7 @@ class ServerConfig:
     unixsocket: Path | None = None
     kvcache: bool = False
     password: str = ""
+    tenants: Mapping[bytes, Tenant] = field(default_factory=dict)
     ns_prefix: bytes = b""
     wal: bool = True
     wal_size: int = 64 << 20
@@ -49,6 +51,9 @@ class ServerConfig:
     export_dir: Path | None = None
     max_connections: int = 10_000
     stall_seconds: float = 30.0
+    metrics_port: int = 0
+    metrics_bind: str = "127.0.0.1"
+    log_format: str = "text"
 
     @property
     def address(self) -> str:
@@ -58,10 +63,19 @@ class ServerConfig:
     def password_matches(self, given: bytes) -> bool:
         return hmac.compare_digest(given, self.password.encode())
 
+    def identity(self, user: bytes, password: bytes) -> bytes | None:
+        """The tenant that these credentials name, empty for the admin, None for wrong ones."""
+        if user in (b"", ADMIN_NAME.encode()):
+            return b"" if self.password_matches(password) else None
+        tenant = self.tenants.get(user)
+        if tenant is None or not hmac.compare_digest(password, tenant.password.encode()):
+            return None
+        return user
+
 
 @dataclass
 class Client:
-    """One connection as commands see it."""
+    """One connection as commands see it; ``tenant`` is empty on the admin's."""
 
     client_id: int
     address: str
@@ -71,6 +85,7 @@ class Client:
     lib_name: bytes = b""
     lib_ver: bytes = b""
     authenticated: bool = False
+    tenant: bytes = b""
     last_command: str = ""
     connected: float = field(default_factory=time.monotonic)
     active: float = field(default_factory=time.monotonic)
@@ -145,6 +160,15 @@ class Context:
         """The plain keys at this moment."""
         keyspace = self.server.keyspace
         return View(keyspace.data if self.overlay is None else self.overlay, keyspace.now)
+
+    def shown(self, name: bytes) -> bytes:
+        """A stored key, namespace or session id as this connection knows it."""
+        return shown_name(self.client.tenant, name)
+
+    def stored(self, name: bytes) -> bytes:
+        """The stored name of what this connection calls ``name``; the opposite of ``shown``."""
+        tenant = self.client.tenant
+        return tenant + b":" + name if tenant else name
 
     @property
     def store(self) -> Store:

@@ -117,12 +117,19 @@ def _shape(args: list[Arg]) -> IndexShape:
     "Opens an index of keys and values; answers its slot.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     any_prefix=True,
     grows=True,
 )
 def attend_create(context: Context, args: list[Arg]) -> Reply:
     sid = arguments.sid(args[1])
-    return context.server.memory.index.create(sid, _shape(args))
+    index = context.server.memory.index
+    slot = index.create(sid, _shape(args))
+    if not context.client.tenant:
+        return slot
+    # counted without the sessions of others
+    mine = context.stored(b"")
+    return sum(one.slot < slot for name, one in index.sessions.items() if name.startswith(mine))
 
 
 @command(
@@ -131,6 +138,7 @@ def attend_create(context: Context, args: list[Arg]) -> Reply:
     "Appends keys and values to a layer of an index.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     any_prefix=True,
     grows=True,
     long_arguments=True,
@@ -150,6 +158,7 @@ async def attend_store(context: Context, args: list[Arg]) -> Reply:
     "Says that a layer of an index is complete.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     any_prefix=True,
 )
 async def attend_finalize(context: Context, args: list[Arg]) -> Reply:
@@ -165,6 +174,7 @@ async def attend_finalize(context: Context, args: list[Arg]) -> Reply:
     "The value rows whose keys are nearest; WITHDIST appends their L2 distances.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     any_prefix=True,
     long_arguments=True,
 )

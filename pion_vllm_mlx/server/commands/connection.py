@@ -15,24 +15,25 @@ from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import TABLE, Command, Reply, command
 from pion_vllm_mlx.server.commands.server_info import REDIS_VERSION
 from pion_vllm_mlx.server.session import Client, Context
+from pion_vllm_mlx.server.tenants import ADMIN_NAME
 from pion_vllm_mlx.wire.resp import Arg, Map, Simple, Value
 
 OK = Simple("OK")
 
 
-@command("PING", -1, "Answers PONG, or the given message.")
+@command("PING", -1, "Answers PONG, or the given message.", tenant=True)
 def ping(context: Context, args: list[Arg]) -> Reply:
     if len(args) > 2:
         raise CommandError("wrong number of arguments for 'ping' command")
     return arguments.word(args[1]) if len(args) == 2 else Simple("PONG")
 
 
-@command("ECHO", 2, "Answers the given message.")
+@command("ECHO", 2, "Answers the given message.", tenant=True)
 def echo(context: Context, args: list[Arg]) -> Reply:
     return arguments.word(args[1])
 
 
-@command("SELECT", 2, "Selects database 0, the only one.")
+@command("SELECT", 2, "Selects database 0, the only one.", tenant=True)
 def select(context: Context, args: list[Arg]) -> Reply:
     if arguments.word(args[1]) != b"0":
         raise CommandError("DB index is out of range")
@@ -40,10 +41,14 @@ def select(context: Context, args: list[Arg]) -> Reply:
 
 
 def _authenticate(context: Context, user: bytes, password: bytes) -> None:
-    config = context.server.config
-    if user not in (b"", b"default") or not config.password_matches(password):
+    client = context.client
+    tenant = context.server.config.identity(user, password)
+    if tenant is None:
         raise WrongPassword("invalid username-password pair or user is disabled.")
-    context.client.authenticated = True
+    if tenant != client.tenant:
+        # what somebody else's keys do is not for this one to know
+        context.server.keyspace.unwatch(client.watch)
+    client.authenticated, client.tenant = True, tenant
 
 
 @command("AUTH", -2, "Authenticates the connection.", no_auth=True)
@@ -113,7 +118,7 @@ def _describe(client: Client) -> str:
         **dict.fromkeys(_UNUSED_FIELDS, 0),
         "events": "r",
         "cmd": client.last_command,
-        "user": "default",
+        "user": client.tenant.decode() or ADMIN_NAME,
         "resp": client.proto,
         "lib-name": client.lib_name.decode(),
         "lib-ver": client.lib_ver.decode(),
@@ -128,7 +133,7 @@ def _printable(name: bytes) -> bytes:
     return name
 
 
-@command("CLIENT", -2, "Names and lists connections.")
+@command("CLIENT", -2, "Names and lists connections.", tenant=True)
 def client(context: Context, args: list[Arg]) -> Reply:
     me = context.client
     words = [arguments.word(arg) for arg in args[1:]]
@@ -149,7 +154,9 @@ def client(context: Context, args: list[Arg]) -> Reply:
         case b"INFO", []:
             return _describe(me)
         case b"LIST", []:
-            return "".join(_describe(one) + "\n" for one in context.server.clients.values())
+            known = context.server.clients.values()
+            mine = [one for one in known if not me.tenant or one.tenant == me.tenant]
+            return "".join(_describe(one) + "\n" for one in mine)
         case ((b"NO-EVICT" | b"NO-TOUCH"), [switch]) if switch.upper() in (b"ON", b"OFF"):
             return OK
     shown = words[0][:64].decode("utf-8", "replace")
@@ -227,6 +234,7 @@ def quit_connection(context: Context, args: list[Arg]) -> Reply:
 def reset(context: Context, args: list[Arg]) -> Reply:
     me = context.client
     me.proto, me.name, me.authenticated, me.transaction = 2, b"", False, None
+    me.tenant = b""
     context.server.keyspace.unwatch(me.watch)
     return Simple("RESET")
 

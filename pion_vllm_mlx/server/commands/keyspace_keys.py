@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.arguments import word
 from pion_vllm_mlx.server.command import Effect, Reply
@@ -152,16 +154,35 @@ def pttl(context: Context, args: list[Arg]) -> Reply:
 # -- all keys ------------------------------------------------------------------
 
 
-@reads("KEYS", 2, "The keys that match a pattern.", keys=None)
+def _own_names(context: Context) -> Iterator[bytes]:
+    """Every key as this connection knows it; a tenant knows its own."""
+    tenant, names = context.client.tenant, context.keys.names()
+    if not tenant:
+        return names
+    mine = tenant + b":"
+    return (name[len(mine) :] for name in names if name.startswith(mine))
+
+
+@reads("KEYS", 2, "The keys that match a pattern.", keys=None, tenant=True)
 def keys(context: Context, args: list[Arg]) -> Reply:
     pattern = word(args[1])
     if pattern == b"*":
-        return list(context.keys.names())
+        return list(_own_names(context))
     matches = compiled(pattern).fullmatch
-    return [name for name in context.keys.names() if matches(name)]
+    return [name for name in _own_names(context) if matches(name)]
 
 
-@reads("SCAN", -2, "A part of the keys, and the cursor of the next part.", keys=None)
+def _scanned(context: Context, cursor: int, step: int) -> tuple[int, list[bytes]]:
+    """The next cursor, 0 at the end, and keys; a tenant gets all of its own at once.
+
+    Cursors count the keys of everybody.
+    """
+    if context.client.tenant:
+        return 0, [] if cursor else list(_own_names(context))
+    return context.keys.data.scan(cursor, step)
+
+
+@reads("SCAN", -2, "A part of the keys, and the cursor of the next part.", keys=None, tenant=True)
 def scan(context: Context, args: list[Arg]) -> Reply:
     cursor_text = word(args[1])
     if not cursor_text.isdigit() or not cursor_text.isascii() or int(cursor_text) >= 1 << 64:
@@ -183,11 +204,11 @@ def scan(context: Context, args: list[Arg]) -> Reply:
         raise syntax_error()
     view = context.keys
     step = min(max(count, _SCAN_STEP), _MAX_SCAN_STEP)
-    cursor, names = view.data.scan(int(cursor_text), step)
+    cursor, names = _scanned(context, int(cursor_text), step)
     matches = compiled(pattern).fullmatch
     found: list[bytes] = []
     for name in names:
-        entry = view.entry(name)
+        entry = view.entry(context.stored(name))
         if entry is not None and matches(name) and kind in ("", kind_of(entry.value)):
             found.append(name)
     return [b"%d" % cursor, found]

@@ -16,7 +16,7 @@ from pion_vllm_mlx.server.transactions import Transaction
 from pion_vllm_mlx.wire.resp import NULL_ARRAY, Arg
 
 
-@reads("MULTI", 1, "Begins a transaction.", keys=None, at_once=True)
+@reads("MULTI", 1, "Begins a transaction.", keys=None, at_once=True, tenant=True)
 def multi(context: Context, args: list[Arg]) -> Reply:
     if context.client.transaction is not None:
         raise CommandError("MULTI calls can not be nested")
@@ -32,7 +32,9 @@ def end_transaction(context: Context) -> Transaction | None:
     return transaction
 
 
-@reads("DISCARD", 1, "Ends a transaction without executing it.", keys=None, at_once=True)
+@reads(
+    "DISCARD", 1, "Ends a transaction without executing it.", keys=None, at_once=True, tenant=True
+)
 def discard(context: Context, args: list[Arg]) -> Reply:
     if context.client.transaction is None:
         raise CommandError("DISCARD without MULTI")
@@ -48,13 +50,20 @@ def watch(context: Context, args: list[Arg]) -> Reply:
     return OK
 
 
-@reads("UNWATCH", 1, "Forgets what is watched.", keys=None)
+@reads("UNWATCH", 1, "Forgets what is watched.", keys=None, tenant=True)
 def unwatch(context: Context, args: list[Arg]) -> Reply:
     context.server.keyspace.unwatch(context.client.watch)
     return OK
 
 
-@writes("EXEC", 1, "Executes a transaction: all of it at one moment.", keys=None, at_once=True)
+@writes(
+    "EXEC",
+    1,
+    "Executes a transaction: all of it at one moment.",
+    keys=None,
+    at_once=True,
+    tenant=True,
+)
 def exec_transaction(context: Context, args: list[Arg]) -> Effect:
     if context.client.transaction is None:
         raise CommandError("EXEC without MULTI")

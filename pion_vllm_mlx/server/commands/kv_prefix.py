@@ -78,6 +78,7 @@ def same_schema(session: Session, record: Create) -> bool:
     write=True,
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     grows=True,
 )
 def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
@@ -136,6 +137,7 @@ def _missing(context: Context, creates: list[Create]) -> list[Record]:
     "Whether both sides of a namespace exist; credits the value receipt.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
 )
 def kv_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
     namespace = arguments.sid(args[1])
@@ -162,6 +164,7 @@ def kv_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
     write=True,
     kvcache=True,
     keys=(1, -1),
+    tenant=True,
 )
 def kv_prefix_drop(context: Context, args: list[Arg]) -> Effect:
     namespaces = list(dict.fromkeys(arguments.sid(arg) for arg in args[1:]))
@@ -263,6 +266,7 @@ def _side(session: Session | None) -> dict[str, object]:
     "Why a lookup hits or misses, as JSON.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     extension=True,
 )
 def kv_prefix_explain(context: Context, args: list[Arg]) -> Reply:
@@ -282,7 +286,7 @@ def kv_prefix_explain(context: Context, args: list[Arg]) -> Reply:
     else:
         verdict, why = "miss", "never registered here"
     answer = {
-        "namespace": namespace.decode("utf-8", "backslashreplace"),
+        "namespace": context.shown(namespace).decode("utf-8", "backslashreplace"),
         "verdict": verdict,
         "reason": why,
         "since": at or None,

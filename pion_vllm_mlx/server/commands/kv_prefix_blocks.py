@@ -55,6 +55,7 @@ def _table(context: Context, arg: Arg) -> BlockTable | None:
     "The block hashes that a namespace was registered with, in token order.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
 )
 def kv_prefix_blocks(context: Context, args: list[Arg]) -> Reply:
     table = _table(context, args[1])
@@ -67,6 +68,7 @@ def kv_prefix_blocks(context: Context, args: list[Arg]) -> Reply:
     "Which of the given block hashes a namespace holds, as a bitmap.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
 )
 def kv_prefix_membership(context: Context, args: list[Arg]) -> Reply:
     where = "KV.PREFIX.MEMBERSHIP"

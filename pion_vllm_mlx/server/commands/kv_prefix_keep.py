@@ -37,6 +37,7 @@ def overdue(context: Context, sid: bytes) -> list[Record]:
     write=True,
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     extension=True,
 )
 def kv_prefix_pin(context: Context, args: list[Arg]) -> Effect:
@@ -57,6 +58,7 @@ def kv_prefix_pin(context: Context, args: list[Arg]) -> Effect:
     write=True,
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     extension=True,
 )
 def kv_prefix_unpin(context: Context, args: list[Arg]) -> Effect:
@@ -72,6 +74,7 @@ def kv_prefix_unpin(context: Context, args: list[Arg]) -> Effect:
     write=True,
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     extension=True,
 )
 def kv_prefix_expire(context: Context, args: list[Arg]) -> Effect:
@@ -89,6 +92,7 @@ def kv_prefix_expire(context: Context, args: list[Arg]) -> Effect:
     "The worker that holds a namespace, -1 when nobody does.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
 )
 def kv_prefix_owner(context: Context, args: list[Arg]) -> Reply:
     held = context.sides(arguments.sid(args[1]))

@@ -27,7 +27,14 @@ def _session(context: Context, sid: bytes, where: str) -> Session:
     return session
 
 
-@command("V.SNAPSHOT", 2, "Takes a rollback point of a session; its id.", kvcache=True, keys=(1, 1))
+@command(
+    "V.SNAPSHOT",
+    2,
+    "Takes a rollback point of a session; its id.",
+    kvcache=True,
+    keys=(1, 1),
+    tenant=True,
+)
 def v_snapshot(context: Context, args: list[Arg]) -> Reply:
     session = _session(context, arguments.sid(args[1]), "V.SNAPSHOT")
     if len(session.rollback) >= MAX_POINTS:
@@ -44,6 +51,7 @@ def v_snapshot(context: Context, args: list[Arg]) -> Reply:
     write=True,
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
 )
 def v_restore(context: Context, args: list[Arg]) -> Effect:
     session = _session(context, arguments.sid(args[1]), "V.RESTORE")
@@ -66,6 +74,7 @@ def v_restore(context: Context, args: list[Arg]) -> Effect:
     "Releases a rollback point; 0 when it is gone.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
 )
 def v_commit(context: Context, args: list[Arg]) -> Reply:
     session = _session(context, arguments.sid(args[1]), "V.COMMIT")

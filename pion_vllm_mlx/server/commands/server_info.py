@@ -94,6 +94,27 @@ def _keyspace(server: Server) -> list[tuple[str, object]]:
     return [("db0", f"keys={count},expires={data.timed(now)},avg_ttl=0")] if count else []
 
 
+def _seen_by_tenant(context: Context) -> dict[str, list[tuple[str, object]]]:
+    """What INFO tells a tenant: the server as such, and what is its own."""
+    server, tenant = context.server, context.client.tenant
+    hidden = ("unix_socket", "config_dir")
+    mine = context.stored(b"")
+    entries = server.keyspace.data.entries.items()
+    now = server.keyspace.now
+    own = [entry for key, entry in entries if key.startswith(mine) and entry.alive(now)]
+    timed = sum(1 for entry in own if entry.deadline)
+    sections: dict[str, list[tuple[str, object]]] = {
+        "server": [pair for pair in _server(server) if pair[0] not in hidden],
+        "clients": [
+            ("connected_clients", sum(c.tenant == tenant for c in server.clients.values()))
+        ],
+        "persistence": [("loading", 0)],
+        "replication": _replication(server),
+        "keyspace": [("db0", f"keys={len(own)},expires={timed},avg_ttl=0")] if own else [],
+    }
+    return sections
+
+
 _SECTIONS = {
     "server": _server,
     "clients": _clients,
@@ -111,13 +132,17 @@ def section_text(title: str, pairs: list[tuple[str, object]]) -> str:
     return f"# {title}\r\n" + "".join(f"{name}:{value}\r\n" for name, value in pairs)
 
 
-@command("INFO", -1, "The server in numbers.")
+@command("INFO", -1, "The server in numbers.", tenant=True)
 def info(context: Context, args: list[Arg]) -> Reply:
     wanted = {arguments.word(arg).decode("latin-1").lower() for arg in args[1:]}
     everything = not wanted or wanted & {"all", "everything", "default"}
+    if context.client.tenant:
+        known = _seen_by_tenant(context)
+    else:
+        known = {name: pairs(context.server) for name, pairs in _SECTIONS.items()}
     sections = [
-        section_text(name.capitalize(), pairs(context.server))
-        for name, pairs in _SECTIONS.items()
+        section_text(name.capitalize(), pairs)
+        for name, pairs in known.items()
         if everything or name in wanted
     ]
     return "\r\n".join(sections)

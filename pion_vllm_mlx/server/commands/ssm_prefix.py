@@ -120,6 +120,7 @@ async def _from_memory(
     "Stores opaque bytes under a session and layer.",
     write=True,
     keys=(1, 1),
+    tenant=True,
     grows=True,
     prepare=store_state,
     open_bulk=open_state,
@@ -145,7 +146,9 @@ async def _verified(context: Context, sid: bytes, blob: StateBlob) -> bool:
     return False
 
 
-@command("SSM.PREFIX.FETCH", 3, "The bytes stored under a session and layer.", keys=(1, 1))
+@command(
+    "SSM.PREFIX.FETCH", 3, "The bytes stored under a session and layer.", keys=(1, 1), tenant=True
+)
 async def ssm_prefix_fetch(context: Context, args: list[Arg]) -> Reply:
     sid = arguments.sid(args[1])
     layer = arguments.integer(args[2], "layer", 0, MAX_STATE_LAYER)
@@ -167,6 +170,7 @@ async def ssm_prefix_fetch(context: Context, args: list[Arg]) -> Reply:
     "Forgets one layer, or all layers, of a session.",
     write=True,
     keys=(1, 1),
+    tenant=True,
 )
 def ssm_prefix_drop(context: Context, args: list[Arg]) -> Effect:
     if len(args) > 3:

@@ -21,6 +21,7 @@ _INT64 = 1 << 63
     "Makes a slot of so many zero bytes, fixed or a ring.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     any_prefix=True,
     grows=True,
 )
@@ -48,6 +49,7 @@ def _place(context: Context, args: list[Arg], length: int) -> tuple[Slot, int]:
     "Overwrites bytes of a slot; a ring wraps.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     any_prefix=True,
     grows=True,
     long_arguments=True,
@@ -69,6 +71,7 @@ async def state_write(context: Context, args: list[Arg]) -> Reply:
     "Bytes of a slot; a ring wraps.",
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     any_prefix=True,
 )
 async def state_read(context: Context, args: list[Arg]) -> Reply:
@@ -82,7 +85,9 @@ async def state_read(context: Context, args: list[Arg]) -> Reply:
     return bulk_in_memory([copy])
 
 
-@command("STATE.FREE", 2, "Forgets a slot.", kvcache=True, keys=(1, 1), any_prefix=True)
+@command(
+    "STATE.FREE", 2, "Forgets a slot.", kvcache=True, keys=(1, 1), tenant=True, any_prefix=True
+)
 def state_free(context: Context, args: list[Arg]) -> Reply:
     return int(context.server.memory.states.free(arguments.sid(args[1])))
 

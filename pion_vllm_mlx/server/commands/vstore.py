@@ -44,6 +44,7 @@ def _asked(args: list[Arg]) -> Create:
     write=True,
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     grows=True,
 )
 def v_create(context: Context, args: list[Arg]) -> Effect:
@@ -52,11 +53,11 @@ def v_create(context: Context, args: list[Arg]) -> Effect:
     session = context.live(sid)
     if session is not None and same_schema(session, record):
         context.state.touch(session)
-        return Effect([], session.slot)
+        return Effect([], _slot(context, sid))
     if session is not None and not session.empty:
         raise CommandError("V.CREATE: already exists with a different schema")
     gone = context.store.space.evict_for_sessions(0 if session else 1) + overdue(context, sid)
-    return Effect([*gone, record], lambda: context.state.sessions[sid].slot)
+    return Effect([*gone, record], lambda: _slot(context, sid))
 
 
 def _shown(sid: bytes) -> str:
@@ -65,11 +66,21 @@ def _shown(sid: bytes) -> str:
     return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
 
 
-def _info(session: Session) -> str:
+def _slot(context: Context, sid: bytes) -> int:
+    """The slot of a session; a tenant's are counted without those of others."""
+    sessions = context.state.sessions
+    slot = sessions[sid].slot
+    if not context.client.tenant:
+        return slot
+    mine = context.stored(b"")
+    return sum(other.slot < slot for name, other in sessions.items() if name.startswith(mine))
+
+
+def _info(session: Session, name: bytes) -> str:
     heterogeneous = len({(s.width, s.fmt) for s in session.specs.values()}) > 1
     first = session.specs.get(0)
     lines = [
-        f"session:{_shown(session.sid)}",
+        f"session:{_shown(name)}",
         f"dim:{session.dim}",
         f"v_format:{split_name(first.fmt if first else session.fmt)[0]}",
         f"schema:{'heterogeneous' if heterogeneous else 'uniform'}",
@@ -84,14 +95,21 @@ def _info(session: Session) -> str:
     return "".join(line + "\r\n" for line in lines)
 
 
-@command("V.INFO", -1, "One session, or the V-store, in numbers.", kvcache=True, keys=(1, -1))
+@command(
+    "V.INFO",
+    -1,
+    "One session, or the V-store, in numbers.",
+    kvcache=True,
+    keys=(1, -1),
+    tenant=True,
+)
 def v_info(context: Context, args: list[Arg]) -> Reply:
     if len(args) > 2:
         raise CommandError("wrong number of arguments for 'v.info' command")
     if len(args) == 1:
         return "enabled:1\r\n" + str(kv_prefix_info(context, args))
     session = context.live(arguments.sid(args[1]))
-    return None if session is None else _info(session)
+    return None if session is None else _info(session, context.shown(session.sid))
 
 
 @command(
@@ -101,6 +119,7 @@ def v_info(context: Context, args: list[Arg]) -> Reply:
     write=True,
     kvcache=True,
     keys=(1, -1),
+    tenant=True,
     extension=True,
 )
 @command(
@@ -110,6 +129,7 @@ def v_info(context: Context, args: list[Arg]) -> Reply:
     write=True,
     kvcache=True,
     keys=(1, -1),
+    tenant=True,
     extension=True,
 )
 def v_drop(context: Context, args: list[Arg]) -> Effect:

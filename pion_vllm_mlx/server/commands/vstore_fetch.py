@@ -185,7 +185,7 @@ async def _by_id(context: Context, session: Session, layer: int, ids: list[int])
     return stream
 
 
-@command("V.FETCH", -4, "Rows of a session.", kvcache=True, keys=(1, 1))
+@command("V.FETCH", -4, "Rows of a session.", kvcache=True, keys=(1, 1), tenant=True)
 async def v_fetch(context: Context, args: list[Arg]) -> Reply:
     session = context.session(arguments.sid(args[1]), WHERE)
     form = arguments.word(args[2]).upper()

@@ -17,6 +17,7 @@ from pion_vllm_mlx.wire.resp import Arg, Simple
     write=True,
     kvcache=True,
     keys=(1, 1),
+    tenant=True,
     grows=True,
     prepare=store_rows,
     open_bulk=open_rows,
