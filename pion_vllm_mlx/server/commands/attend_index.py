@@ -230,6 +230,6 @@ def attend_info(context: Context, args: list[Arg]) -> Reply:
         fields[f"{name}.key_dim"] = shape.key_dim
         fields[f"{name}.value_dim"] = shape.value_dim
         fields[f"{name}.kquant"] = "int8"
-        fields[f"{name}.vquant"] = shape.values.name
+        fields[f"{name}.vquant"] = shape.values.name.partition(":")[0]
         fields[f"{name}.boundary"] = shape.boundary
     return arguments.lines(**fields)

@@ -97,7 +97,10 @@ def test_withdist_appends_the_distances_and_leaves_the_rows_as_they_are(
 
 def test_values_come_back_as_their_format_keeps_them(wire: Wire, ns: str) -> None:
     keys, values = rows(9, 20, 4), rows(10, 20, 64)
-    for name, most in (("int8", 0.02), ("fp16", 1e-3), ("mlx4g32", 0.4), ("fp32", 0.0)):
+    for name, most in (
+        *(("int8", 0.02), ("fp16", 1e-3), ("bf16", 0.02), ("fp8", 0.2), ("mlx4g32", 0.4)),
+        *(("turbo4", 0.5), ("turbo3", 1.0), ("turbo2", 2.0), ("fp32", 0.0)),
+    ):
         sid = f"{ns}.{name}"
         wire.ask("ATTEND.CREATE", sid, 4, 64, "vquant", name.upper())
         wire.ok("ATTEND.STORE", sid, 0, 20, keys.tobytes(), values.tobytes())
@@ -114,6 +117,7 @@ def test_values_come_back_as_their_format_keeps_them(wire: Wire, ns: str) -> Non
         (64, ("KQUANT", "fp16"), "int8"),
         (64, ("VQUANT", "mlx4g32"), "mlx4g32"),
         (48, ("VQUANT", "mlx4g32"), "int8"),
+        (64, ("VQUANT", "bf16_rope_fp8_body", "ROPE", 32), "bf16_rope_fp8_body"),
         (64, ("VQUANT", "bf16_rope_fp8_body"), "int8"),
         (64, ("VQUANT", "bf16_rope_fp8_body", "ROPE", 64), "int8"),
         (64, ("VQUANT", "bf16_rope_fp8_body", "ROPE", 33), "int8"),
