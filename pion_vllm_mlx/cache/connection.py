@@ -13,6 +13,7 @@ import math
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ class RespConnection:
         self._login = [part for part in ("AUTH", username, password) if part is not None]
         self._state = _State()
         self._local = threading.local()
+        _CONNECTIONS.add(self)
 
     def __enter__(self) -> RespConnection:
         return self
@@ -220,6 +222,18 @@ class RespConnection:
                 out = deque(request_buffers([self._login]))
                 _unless_error(state.channel.exchange(out, 1, ends_at)[0])
         return state.channel
+
+
+_CONNECTIONS: weakref.WeakSet[RespConnection] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """An idle child must not hold connections: an embedded server counts them."""
+    for connection in _CONNECTIONS:
+        connection._own_state()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def info_fields(reply: Reply) -> dict[str, str]:

@@ -41,6 +41,7 @@ class InProcessPrefixes:
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._seen: OrderedDict[int, None] = OrderedDict()
+        self._owed: dict[Key, float] = {}
         self.nbytes = 0
 
     def get(self, key: Key) -> list[Any] | None:
@@ -77,6 +78,22 @@ class InProcessPrefixes:
                 self._remove(next(iter(self._entries)))
         return True
 
+    def owe(self, key: Key, prefill_ms: float) -> None:
+        """Notes that a prefix that is here was not stored, and how long its prefill took."""
+        with self._lock:
+            if key in self._entries:
+                self._owed[key] = prefill_ms
+
+    def owed(self, key: Key) -> float | None:
+        """The time of the prefill of a prefix that no store has yet; None for any other."""
+        with self._lock:
+            return self._owed.get(key)
+
+    def settle(self, key: Key) -> None:
+        """A store has it."""
+        with self._lock:
+            self._owed.pop(key, None)
+
     def seen_before(self, key: Key) -> bool:
         """Whether this was already asked; remembers the hashes of the last 1,024 keys."""
         mark = hash(key)  # long prompts are not kept for this; a collision only keeps too early
@@ -102,6 +119,7 @@ class InProcessPrefixes:
                 self._remove(next(iter(self._entries)))
 
     def _remove(self, key: Key) -> None:
+        self._owed.pop(key, None)
         entry = self._entries.pop(key, None)
         if entry is not None:
             self.nbytes -= entry.nbytes

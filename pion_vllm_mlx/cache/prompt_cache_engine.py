@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -32,7 +32,7 @@ from pion_vllm_mlx.cache.lanes import (
     Wanted,
     load_states,
 )
-from pion_vllm_mlx.cache.layers import cache_arrays, dismantle, rebuild
+from pion_vllm_mlx.cache.layers import StoredCache, cache_arrays, dismantle, rebuild
 from pion_vllm_mlx.cache.leaf import ArraySpec, dtype_of
 from pion_vllm_mlx.cache.prefill import Prefilled, prefill
 from pion_vllm_mlx.cache.prompt_cache_stats import Counters
@@ -126,8 +126,9 @@ class Engine:
         cache = inproc.PROCESS.get(request.key)
         if cache is not None:
             self._evaluate(cache)
-            self._counters.hit(IN_PROCESS, inproc.PROCESS.size_of(request.key))
             self._fetched(started)
+            self._pay(request, cache)
+            self._counters.hit(IN_PROCESS, inproc.PROCESS.size_of(request.key))
         return cache
 
     def _probe(self, request: Request) -> Probe | None:
@@ -264,19 +265,38 @@ class Engine:
         except UnsupportedCache as error:
             self._refuse(error)
             return
-        options = self._options
         # a setting that this cache cannot have is the caller's error
-        leaves = storage_leaves(stored.leaves, options.vquant, options.boundary_protect)
-        if not options.switches.no_inproc:
+        prefix = self._prefix(request, stored, prefilled.elapsed_ms)
+        if not self._options.switches.no_inproc:
             inproc.PROCESS.put(request.key, stored)
-        if probe is None:
-            return
-        what = (request.namespace, request.ids, request.identity)
         try:
-            self._store(Prefix(*what, stored, leaves, prefilled.elapsed_ms), probe)
+            if probe is not None:
+                self._store(prefix, probe)
+                return
         except PionError as error:
             self._counters.store_failures += 1
             self._warn("the prefix was not stored: %s", error)
+        inproc.PROCESS.owe(request.key, prefilled.elapsed_ms)
+
+    def _pay(self, request: Request, cache: list[Any]) -> None:
+        """Stores a prefix of this process that could not be stored when it was prefilled."""
+        elapsed_ms = inproc.PROCESS.owed(request.key)
+        if elapsed_ms is None:
+            return
+        try:
+            probe = self._client.probe(request.namespace, request.ids.size, mapped=False)
+            prefix = self._prefix(request, dismantle(cache), elapsed_ms)
+            self._store(prefix, replace(probe, record=None))
+        except PionError as error:
+            log.info("the prefix was not stored: %s", error)
+            return
+        inproc.PROCESS.settle(request.key)
+
+    def _prefix(self, request: Request, stored: StoredCache, elapsed_ms: float) -> Prefix:
+        options = self._options
+        leaves = storage_leaves(stored.leaves, options.vquant, options.boundary_protect)
+        what = (request.namespace, request.ids, request.identity)
+        return Prefix(*what, stored, leaves, elapsed_ms)
 
     def _store(self, prefix: Prefix, probe: Probe) -> None:
         started = time.perf_counter()

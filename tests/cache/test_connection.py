@@ -262,6 +262,30 @@ def test_a_forked_child_uses_a_connection_of_its_own(redis: RespConnection) -> N
 
 
 @FORKS
+def test_an_idle_child_holds_no_connection_of_its_parent() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = RespConnection(Address(port=listener.getsockname()[1]))
+        thread = threading.Thread(target=connection.command, args=("PING",))
+        thread.start()
+        accepted, _ = listener.accept()
+        with accepted:
+            accepted.recv(100)
+            accepted.sendall(b"+PONG\r\n")
+            thread.join()
+            child = os.fork()
+            if child == 0:
+                time.sleep(30)
+                os._exit(0)
+            try:
+                connection.close()
+                accepted.settimeout(5)
+                assert accepted.recv(100) == b""
+            finally:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+
+
+@FORKS
 def test_a_child_forked_during_a_call_is_not_held_up_by_its_lock(redis: RespConnection) -> None:
     waiting = threading.Thread(target=redis.command, args=("BLPOP", "never", "1"))
     waiting.start()

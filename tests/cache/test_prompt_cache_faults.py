@@ -297,6 +297,27 @@ def test_a_server_that_comes_back_is_used_again(
     assert pion.hits == 2
 
 
+def test_a_prefix_prefilled_without_a_server_is_stored_when_it_comes_back(
+    pion_server: RunningServer, model: Any, wanted: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PION_PROMPT_CACHE_NO_INPROC")
+    pion_server.kill()
+    for _ in range(2):
+        with PionPromptCache(model, port=pion_server.port) as pion:
+            assert_served(pion, model, "later", wanted)
+    assert pion.stats()["last_lane"] == "in-process"
+    pion_server.start()
+    for stored_bytes in (True, False):
+        with PionPromptCache(model, port=pion_server.port) as pion:
+            assert_served(pion, model, "later", wanted)
+        assert pion.stats()["last_lane"] == "in-process"
+        assert bool(pion.stats()["bytes_stored"]) == stored_bytes
+    inproc.PROCESS.forget()
+    with PionPromptCache(model, port=pion_server.port) as pion:
+        assert_served(pion, model, "later", wanted)
+    assert pion.stats()["last_lane"] == "mapped"
+
+
 def test_a_stopped_server_costs_its_deadline_once(
     pion_server: RunningServer, model: Any, wanted: list[bytes]
 ) -> None:
