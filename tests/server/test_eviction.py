@@ -116,6 +116,26 @@ def test_the_disk_budget_holds_and_what_left_stays_gone(server: RunningServer) -
             assert wire.ask("SSM.PREFIX.FETCH", name, 65_535) is None
 
 
+def test_the_disk_budget_counts_all_of_a_file_that_was_sealed_after_several_runs(
+    server: RunningServer,
+) -> None:
+    budget, runs = 4 * MEGABYTE, 4
+    server.start("--disk-budget", str(budget))
+    with Wire.tcp(server.port) as wire:
+        rows = MEGABYTE // 8 // (WIDTH * 2)
+        for index in range(16):
+            name = f"n{index}"
+            register(wire, name)
+            for run in range(runs):
+                blob = np.random.default_rng(run).bytes(rows * WIDTH * 2)
+                sid = name + ("_pk", "_pv")[run % 2]
+                wire.ok("V.STOREBATCH", sid, 0, run // 2 * rows, rows, blob, "FMT", "F16")
+            assert wire.ask("KV.PREFIX.MAP", name)  # seals
+            files = server.dir.rglob("*.safetensors")
+            assert sum(path.stat().st_blocks * 512 for path in files) <= budget
+        assert wire.info("KV.PREFIX.INFO")["vstore_evictions"] != "0"
+
+
 @pytest.mark.parametrize("megabytes", [4.5, 11])
 def test_what_can_never_fit_is_refused_and_evicts_nobody(
     server: RunningServer, megabytes: float

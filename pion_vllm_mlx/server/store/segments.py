@@ -97,10 +97,15 @@ class Segment:
 
     def disk_bytes(self) -> int:
         """Bytes the file occupies; holes do not count."""
-        if not (self.sealed and self._disk_bytes):
-            with contextlib.suppress(FileNotFoundError):
-                self._disk_bytes = self.path.stat().st_blocks * 512
-        return self._disk_bytes
+        if self._disk_bytes:
+            return self._disk_bytes
+        try:
+            occupied = self.path.stat().st_blocks * 512
+        except FileNotFoundError:
+            return 0
+        if self.sealed:  # it changes no more
+            self._disk_bytes = occupied
+        return occupied
 
     def append(self, nbytes: int, tensors: int) -> int:
         """Give out the next ``nbytes``, for a run of ``tensors`` parts; their aligned offset."""
