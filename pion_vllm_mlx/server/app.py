@@ -17,9 +17,10 @@ from typing import cast
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server import dispatch
 from pion_vllm_mlx.server.command import Reply
-from pion_vllm_mlx.server.direct import DirectWriter
+from pion_vllm_mlx.server.direct import DirectWriter, StreamWriter, TransportWriter
 from pion_vllm_mlx.server.inbound import DeferredBulk, RefusedBulk
 from pion_vllm_mlx.server.outbound import Stream
+from pion_vllm_mlx.server.patience import Patience
 from pion_vllm_mlx.server.session import Client, Context, Server
 from pion_vllm_mlx.wire import resp
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Limits, RequestParser
@@ -54,16 +55,22 @@ class Connection(asyncio.BufferedProtocol):
         self._drained = asyncio.Event()
         self._drained.set()
         self._closed = False
-        self._direct: DirectWriter | None = None
+        self._direct: StreamWriter | None = None
+        self._patience: Patience | None = None
         self._task: asyncio.Task[None] | None = None
 
     # -- asyncio's side --------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.set_write_buffer_limits(high=0)
-        self._direct = DirectWriter(self.transport, self.server.store.run)
         server = self.server
+        if transport.get_extra_info("sslcontext") is None:
+            self.transport.set_write_buffer_limits(high=0)
+            self._direct = DirectWriter(self.transport, server.store.run)
+        else:
+            # with 0 it would say that an empty buffer is full
+            self.transport.set_write_buffer_limits(high=1)
+            self._direct = TransportWriter(self.transport, server.store.run, self._drained)
         server.connections_total += 1
         peer = transport.get_extra_info("peername")
         is_tcp = isinstance(peer, tuple)
@@ -74,6 +81,7 @@ class Connection(asyncio.BufferedProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.client = Client(server.connections_total, address, local)
         self._context = Context(server, self.client, self._when_room)
+        self._patience = Patience(server.config, self.client)
         self.progress = asyncio.get_running_loop().time()
         if len(server.clients) >= server.config.max_connections:
             self.transport.write(b"-ERR max number of clients reached\r\n")
@@ -257,6 +265,10 @@ class Connection(asyncio.BufferedProtocol):
         if isinstance(reply, Stream):
             raise TypeError("a stream needs a waiting command")
         self.transport.write(resp.encode(reply, self.client.proto))
+        limit = self.server.config.output_limit
+        if limit and self.transport.get_write_buffer_size() > limit:
+            log.warning("%s reads too slowly for its replies: closed", self.client.address)
+            self.transport.abort()
         if self.client.close_after_reply:
             self.transport.close()
 
@@ -271,7 +283,13 @@ class Connection(asyncio.BufferedProtocol):
     # -- housekeeping ----------------------------------------------------------
 
     def stalled(self, now: float) -> bool:
-        """Whether half a command has stood still for too long."""
+        """Whether half a command, an unread reply or silence has lasted for too long."""
+        if self.transport is None or self._direct is None or self._patience is None:
+            return False
+        if self._patience.unread(now, self.transport, self._direct):
+            return True
+        if not self._busy and self._patience.idle(now, self.progress):
+            return True
         waiting = self.parser.mid_command or self.parser.in_bulk
         idle = now - self.progress
         patience = self.server.config.stall_seconds

@@ -34,17 +34,18 @@ class Operation:
     handler: Handler
     long: bool = False
     no_auth: bool = False
+    grows: bool = False
 
 
 OPERATIONS: dict[int, Operation] = {}
 
 
 def _operation(
-    name: str, *opcodes: int, long: bool = False, no_auth: bool = False
+    name: str, *opcodes: int, long: bool = False, no_auth: bool = False, grows: bool = False
 ) -> Callable[[Handler], Handler]:
     def enter(handler: Handler) -> Handler:
         for opcode in opcodes:
-            OPERATIONS[opcode] = Operation(name, handler, long, no_auth)
+            OPERATIONS[opcode] = Operation(name, handler, long, no_auth, grows)
         return handler
 
     return enter
@@ -58,6 +59,8 @@ def find(context: Context, opcode: int) -> Operation:
         raise AuthenticationRequired("Authentication required.")
     if operation is None:
         raise CommandError(f"unknown opcode {opcode:#04x}")
+    if operation.grows:
+        context.server.memory_limit.check()
     return operation
 
 
@@ -88,14 +91,14 @@ def _auth(context: Context, body: BodyReader) -> Pieces:
     return []
 
 
-@_operation("layer.store", 0x01, 0x10, long=True)
+@_operation("layer.store", 0x01, 0x10, long=True, grows=True)
 def _layer_store(context: Context, body: BodyReader) -> Pieces:
     sid, layer = body.sid(), body.u16()
     context.server.memory.layers.store(sid, layer, body.rest())
     return []
 
 
-@_operation("layer.extend", 0x13, long=True)
+@_operation("layer.extend", 0x13, long=True, grows=True)
 def _layer_extend(context: Context, body: BodyReader) -> Pieces:
     sid, layer = body.sid(), body.u16()
     context.server.memory.layers.extend(sid, layer, body.rest())
@@ -130,7 +133,7 @@ def _layer_fetch_batch(context: Context, body: BodyReader) -> Pieces:
     return out
 
 
-@_operation("attend.create", 0x20)
+@_operation("attend.create", 0x20, grows=True)
 def _attend_create(context: Context, body: BodyReader) -> Pieces:
     sid, key_dim, value_dim = body.sid(), body.u16(), body.u16()
     body.end()
@@ -141,7 +144,7 @@ def _attend_create(context: Context, body: BodyReader) -> Pieces:
     return [struct.pack("<I", context.server.memory.index.create(sid, shape))]
 
 
-@_operation("attend.store", 0x21, long=True)
+@_operation("attend.store", 0x21, long=True, grows=True)
 async def _attend_store(context: Context, body: BodyReader) -> Pieces:
     sid, layer, count = body.sid(), body.u16(), body.u32()
     rows = body.rest()

@@ -71,6 +71,8 @@ def guard(command: Command, context: Context, args: list[Arg]) -> list[Arg]:
     config = context.server.config
     if command.kvcache and not config.kvcache:
         raise CommandError(_NOT_ENABLED[command.name.partition(".")[0]])
+    if command.grows:
+        context.server.memory_limit.check()
     if config.ns_prefix and command.keys is not None and not command.any_prefix:
         _check_prefix(command.keys, config.ns_prefix, args)
     return own_arguments(context.client.tenant, command, args) if context.client.tenant else args

@@ -35,6 +35,7 @@ from pion_vllm_mlx.server.session import Server, ServerConfig
 from pion_vllm_mlx.server.store.files import DIRECTORY_MODE
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
 from pion_vllm_mlx.server.store.store import Store, StoreConfig
+from pion_vllm_mlx.server.tls import HANDSHAKE_SECONDS, tls_context
 
 log = logging.getLogger("pion_vllm_mlx.server")
 
@@ -71,14 +72,26 @@ def _clear_socket(path: Path) -> None:
 
 
 async def _listen(server: Server) -> list[asyncio.Server]:
-    """Bind TCP, the binary lane and, where wanted, the Unix socket. Raises OSError."""
+    """Bind TCP, TLS, the binary lane and, where wanted, the Unix socket. Raises OSError."""
     config = server.config
     loop = asyncio.get_running_loop()
+    secure = None if config.tls is None else tls_context(config.tls)
     tcp = await loop.create_server(
         lambda: Connection(server), config.address, config.port, backlog=1024
     )
     listeners = [tcp]
     server.port = tcp.sockets[0].getsockname()[1]
+    if config.tls is not None:
+        tls = await loop.create_server(
+            lambda: Connection(server),
+            config.address,
+            config.tls.port,
+            backlog=1024,
+            ssl=secure,
+            ssl_handshake_timeout=HANDSHAKE_SECONDS,
+        )
+        listeners.append(tls)
+        server.tls_port = tls.sockets[0].getsockname()[1]
     if config.kvcache and not config.embedded:
         port = config.port + 1 if config.port else 0
         lane = await loop.create_server(

@@ -12,20 +12,9 @@ from typing import Any
 from pion_vllm_mlx.config import EmbeddedDefaults, ServerEnvironment
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.server.log_format import FORMATS as LOG_FORMATS
-from pion_vllm_mlx.server.session import ServerConfig
+from pion_vllm_mlx.server.memory_limit import limit, size
+from pion_vllm_mlx.server.session import ServerConfig, TlsConfig
 from pion_vllm_mlx.server.tenants import parse_tenant, tenant_table
-
-_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20}
-_UNITS |= {"g": 1 << 30, "gb": 1 << 30, "t": 1 << 40, "tb": 1 << 40}
-
-
-def size(text: str) -> int:
-    """Bytes from ``123``, ``64mb``, ``2g``."""
-    digits = text.rstrip("bBkKmMgGtT")
-    unit = text[len(digits) :].lower()
-    if not digits.isascii() or not digits.isdigit() or unit not in _UNITS:
-        raise ValueError(f"'{text}' is not a size such as 512mb or 20g")
-    return int(digits) * _UNITS[unit]
 
 
 def _number(low: int, high: int) -> Callable[[str], int]:
@@ -58,6 +47,25 @@ def _choice(*allowed: str) -> Callable[[str], str]:
         return text
 
     return parse
+
+
+def _policy(text: str) -> str:
+    if text != "noeviction":
+        raise ValueError(f"'{text}': only noeviction is supported, prefixes leave by other limits")
+    return text
+
+
+def _tls(fields: dict[str, Any]) -> TlsConfig | None:
+    """The TLS flags taken out of ``fields``. Raises ConfigError unless they belong together."""
+    port = fields.pop("tls_port", 0)
+    cert, key, ca = (fields.pop(name, None) for name in ("tls_cert", "tls_key", "tls_ca"))
+    if not port:
+        if cert or key or ca:
+            raise ConfigError("--tls-cert-file, --tls-key-file, --tls-ca-cert-file need --tls-port")
+        return None
+    if cert is None or key is None:
+        raise ConfigError("--tls-port needs --tls-cert-file and --tls-key-file")
+    return TlsConfig(port, cert, key, ca)
 
 
 def _password_file(text: str) -> str:
@@ -148,6 +156,34 @@ _FLAGS: dict[str, Flag] = {
     "--log-format": Flag(
         "log_format", _choice(*LOG_FORMATS), help="how log lines look", metavar="text|json"
     ),
+    "--timeout": Flag(
+        "idle_seconds",
+        _number(0, 31_536_000),
+        help="close clients that are silent for so long (0: never)",
+        metavar="SECONDS",
+    ),
+    "--maxclients": Flag(
+        "max_connections", _number(1, 1 << 20), help="connections at once (10000)", metavar="N"
+    ),
+    "--output-timeout": Flag(
+        "output_seconds",
+        _number(1, 86_400),
+        help="close when nothing of a reply is read for so long (60)",
+        metavar="SECONDS",
+    ),
+    "--client-output-limit": Flag(
+        "output_limit", size, help="unread bytes that close a client, 0: any", metavar="BYTES"
+    ),
+    "--maxmemory": Flag(
+        "maxmemory", limit, help="refuse what needs more memory, 0: none", metavar="BYTES|N%"
+    ),
+    "--maxmemory-policy": Flag("", _policy, help="noeviction", metavar="P"),
+    "--tls-port": Flag("tls_port", _number(0, 65535), help="RESP over TLS", metavar="N"),
+    "--tls-cert-file": Flag("tls_cert", Path, help="certificate of the server", metavar="PATH"),
+    "--tls-key-file": Flag("tls_key", Path, help="its key", metavar="PATH"),
+    "--tls-ca-cert-file": Flag(
+        "tls_ca", Path, help="clients need a certificate of this CA", metavar="PATH"
+    ),
     "--embedded": Flag("embedded", help="end when the last client has left"),
 }
 _FLAGS |= {
@@ -170,12 +206,7 @@ _FLAGS |= {
 _FLAGS["--profile"] = Flag("", _choice("kv", "vector", "ai", "full"))
 _SHORT = {"-p": "--port", "-w": "--workers"}
 _NOTICE = ("--inference", "--flare", "--emb-enabled", "--llm-enabled", "--nle-embed")
-_NOT_YET: tuple[str, ...] = (
-    "--maxmemory",
-    "--maxmemory-policy",
-    "--attend-budget",
-)
-_NOT_YET += ("--tls-port", "--tls-cert-file", "--tls-key-file", "--tls-ca-cert-file")
+_NOT_YET: tuple[str, ...] = ("--attend-budget",)
 
 
 def usage() -> str:
@@ -238,6 +269,7 @@ def parse(argv: Sequence[str], environment: ServerEnvironment) -> tuple[ServerCo
         raise ConfigError(f"-w {workers}: this version runs one worker")
     if "wal_size_mb" in fields:
         fields["wal_size"] = fields.pop("wal_size_mb") << 20
+    fields["tls"] = _tls(fields)
     fields["tenants"] = tenant_table(
         fields.get("tenants", ()),
         fields.pop("quotas", ()),

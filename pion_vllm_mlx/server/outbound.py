@@ -22,6 +22,8 @@ from pion_vllm_mlx.server.store.index import Place, place_file
 
 #: file ranges shorter than this are read and sent together with their neighbours.
 GATHER_BYTES = 64 << 10
+#: pieces that are held in memory, where a transport has to see every byte.
+WINDOW_BYTES = 256 << 10
 #: how long a thread waits for a reader before it gives the work back.
 PATIENCE_MS = 20
 #: bytes after which a thread lets others have a turn.
@@ -45,6 +47,7 @@ class Computed(NamedTuple):
 
 
 Chunk: TypeAlias = bytes | FileRange | Computed
+Window: TypeAlias = bytes | memoryview
 
 
 @dataclass
@@ -115,6 +118,7 @@ class Sender:
     def __init__(self, sock: socket.socket, stream: Stream) -> None:
         self._sock = sock
         self._steps = _steps(stream.chunks)
+        self.sent = 0
         self._bytes: memoryview = memoryview(b"")
         self._range: FileRange | None = None
 
@@ -134,7 +138,9 @@ class Sender:
                 else:
                     self._bytes = memoryview(step).cast("B")
             try:
-                left -= self._send()
+                sent = self._send()
+                left -= sent
+                self.sent += sent
             except BlockingIOError:
                 if not _writable(self._sock):
                     return False
@@ -168,6 +174,19 @@ class Sender:
 
     def _copy(self, fd: int, offset: int, length: int) -> int:
         return self._sock.send(pread_exactly(fd, min(length, 1 << 20), offset))
+
+
+def windows(stream: Stream) -> Iterator[Window]:
+    """The bytes of a stream, in pieces that are short enough to be held. Reads the disk."""
+    for step in _steps(stream.chunks):
+        if isinstance(step, FileRange):
+            file, offset, length = step
+            for at in range(0, length, WINDOW_BYTES):
+                yield pread_exactly(file.fd, min(WINDOW_BYTES, length - at), offset + at)
+            continue
+        view = memoryview(step).cast("B")
+        for at in range(0, len(view), WINDOW_BYTES):
+            yield view[at : at + WINDOW_BYTES]
 
 
 def _writable(sock: socket.socket) -> bool:

@@ -19,6 +19,7 @@ from pion_vllm_mlx.server.keyspace.view import View
 from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.long_arguments import LongArguments
 from pion_vllm_mlx.server.memory import MemoryStores
+from pion_vllm_mlx.server.memory_limit import MemoryLimit
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
@@ -29,6 +30,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class TlsConfig:
+    """The TLS port and its files; with a CA, clients have to show a certificate of it."""
+
+    port: int
+    cert_file: Path
+    key_file: Path
+    ca_cert_file: Path | None = None
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """How a server runs; one field a flag. Sizes in bytes."""
 
@@ -36,6 +47,7 @@ class ServerConfig:
     port: int = 1974
     bind: str = ""
     unixsocket: Path | None = None
+    tls: TlsConfig | None = None
     kvcache: bool = False
     password: str = ""
     tenants: Mapping[bytes, Tenant] = field(default_factory=dict)
@@ -51,6 +63,10 @@ class ServerConfig:
     export_dir: Path | None = None
     max_connections: int = 10_000
     stall_seconds: float = 30.0
+    idle_seconds: float = 0.0
+    output_seconds: float = 60.0
+    output_limit: int = 0
+    maxmemory: int = 0
     metrics_port: int = 0
     metrics_bind: str = "127.0.0.1"
     log_format: str = "text"
@@ -120,6 +136,7 @@ class Server:
     memory: MemoryStores = field(default_factory=MemoryStores)
     keyspace: Keyspace = field(default_factory=Keyspace)
     port: int = 0
+    tls_port: int = 0
     binary_port: int = 0
     clients: dict[int, Client] = field(default_factory=dict)
     connections: dict[int, Any] = field(default_factory=dict)
@@ -130,6 +147,9 @@ class Server:
     commands_total: int = 0
     last_save: int = 0
     rollback_ids: Iterator[int] = field(default_factory=_ids_since_now)
+
+    def __post_init__(self) -> None:
+        self.memory_limit = MemoryLimit(self.config.maxmemory)
 
     def sessions_changed(self, sids: Iterable[bytes]) -> None:
         """Delete the exported files of sessions that changed; who has one open keeps it.

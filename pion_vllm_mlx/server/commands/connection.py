@@ -14,6 +14,7 @@ from pion_vllm_mlx.errors import (
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import TABLE, Command, Reply, command
 from pion_vllm_mlx.server.commands.server_info import REDIS_VERSION
+from pion_vllm_mlx.server.memory_limit import limit
 from pion_vllm_mlx.server.session import Client, Context
 from pion_vllm_mlx.server.tenants import ADMIN_NAME
 from pion_vllm_mlx.wire.resp import Arg, Map, Simple, Value
@@ -197,10 +198,14 @@ def command_table(context: Context, args: list[Arg]) -> Reply:
     raise CommandError(f"unknown subcommand '{words[0][:64].decode('utf-8', 'replace')}'")
 
 
-@command("CONFIG", -2, "Reads settings; the only limit to set is no limit of memory.")
+@command("CONFIG", -2, "Reads settings; sets maxmemory.")
 def config(context: Context, args: list[Arg]) -> Reply:
     words = [arguments.word(arg) for arg in args[1:]]
-    if [word.lower() for word in words] == [b"set", b"maxmemory", b"0"]:
+    if [word.lower() for word in words[:2]] == [b"set", b"maxmemory"] and len(words) == 3:
+        try:
+            context.server.memory_limit.maxmemory = limit(words[2].decode("utf-8", "replace"))
+        except ValueError as error:
+            raise CommandError(f"CONFIG SET maxmemory: {error}") from None
         return OK
     if words[0].upper() != b"GET" or len(words) < 2:
         raise CommandError("CONFIG SET is not supported for this parameter")
@@ -209,10 +214,12 @@ def config(context: Context, args: list[Arg]) -> Reply:
         "appendfsync": server.config.appendfsync,
         "appendonly": "yes" if server.config.wal else "no",
         "dir": str(server.config.folder),
-        "maxmemory": "0",
-        "maxmemory-policy": "noeviction",
+        "maxclients": str(server.config.max_connections),
+        "maxmemory": str(server.memory_limit.maxmemory),
+        "maxmemory-policy": server.memory_limit.policy,
         "port": str(server.port),
         "save": "",
+        "timeout": str(int(server.config.idle_seconds)),
     }
     patterns = [word.decode("utf-8", "replace").lower() for word in words[1:]]
     return Map(

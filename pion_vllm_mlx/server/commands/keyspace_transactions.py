@@ -74,6 +74,8 @@ def exec_transaction(context: Context, args: list[Arg]) -> Effect:
         raise TransactionAborted("Transaction discarded because of previous errors.")
     if broken:
         return Effect([], NULL_ARRAY)
+    if any(entry.grows for entry, _ in transaction.commands):
+        context.server.memory_limit.check()
     # each command sees what those before it would change; nobody else does
     overlay = Overlay(context.server.keyspace.data, context.server.keyspace.now)
     inside = replace(context, overlay=overlay)

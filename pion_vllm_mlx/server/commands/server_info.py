@@ -11,6 +11,7 @@ from pion_vllm_mlx import __version__
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Reply, command
 from pion_vllm_mlx.server.ledger import Ledger
+from pion_vllm_mlx.server.memory_limit import anonymous_bytes
 from pion_vllm_mlx.server.session import Context, Server
 from pion_vllm_mlx.wire.resp import Arg, Map, Simple
 
@@ -36,6 +37,7 @@ def _server(server: Server) -> list[tuple[str, object]]:
         ("pion_version", f"{__version__}+python"),
         ("process_id", os.getpid()),
         ("tcp_port", server.port),
+        ("tls_port", server.tls_port),
         ("binary_port", server.binary_port),
         ("uptime_in_seconds", server.ledger.uptime()),
         ("unix_socket", server.config.unixsocket or ""),
@@ -49,9 +51,10 @@ def _memory(server: Server) -> list[tuple[str, object]]:
         ("used_memory", now),
         ("used_memory_peak", peak),
         ("memory_store_bytes", server.memory.stored_bytes),
-        ("maxmemory", 0),
-        ("maxmemory_policy", "noeviction"),
-        ("maxmemory_refusing_writes", 0),
+        ("used_memory_anonymous", anonymous_bytes()),
+        ("maxmemory", server.memory_limit.maxmemory),
+        ("maxmemory_policy", server.memory_limit.policy),
+        ("maxmemory_refusing_writes", int(server.memory_limit.exceeded())),
     ]
 
 

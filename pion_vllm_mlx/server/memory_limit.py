@@ -1,0 +1,104 @@
+"""The limit of memory: what counts, and whether it is reached.
+
+Anonymous memory counts: rows are read and sent from files, and what the page cache holds
+of them is the system's to give away. On Linux that is RssAnon, on macOS the physical
+footprint. Allocators keep what was freed, so before anything is refused they are asked to
+give it back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import struct
+import sys
+import time
+
+from pion_vllm_mlx.errors import OutOfMemory
+
+_UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20}
+_UNITS |= {"g": 1 << 30, "gb": 1 << 30, "t": 1 << 40, "tb": 1 << 40}
+#: a measurement is good for so long; it takes a few system calls.
+_FRESH_SECONDS = 0.005
+#: giving memory back takes its time, too.
+_TRIM_SECONDS = 1.0
+#: proc_pid_rusage: the first version of its answer, and where the footprint is in it.
+_RUSAGE_V0, _FOOTPRINT_OFFSET, _RUSAGE_BYTES = 0, 72, 96
+_RSS_ANON = re.compile(rb"^RssAnon:\s+(\d+) kB", re.MULTILINE)
+
+REFUSAL = "command not allowed when used memory > 'maxmemory'."
+
+
+def size(text: str) -> int:
+    """Bytes from ``123``, ``64mb``, ``2g``. Raises ValueError."""
+    digits = text.rstrip("bBkKmMgGtT")
+    unit = text[len(digits) :].lower()
+    if not digits.isascii() or not digits.isdigit() or unit not in _UNITS:
+        raise ValueError(f"'{text}' is not a size such as 512mb or 20g")
+    return int(digits) * _UNITS[unit]
+
+
+def limit(text: str) -> int:
+    """Bytes from a size, or from ``N%`` of this machine's memory. Raises ValueError."""
+    if not text.endswith("%"):
+        return size(text)
+    share = text[:-1]
+    if not (share.isascii() and share.isdigit() and 1 <= int(share) <= 100):
+        raise ValueError(f"'{text}' is not 1% to 100%")
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * int(share) // 100
+
+
+def anonymous_bytes() -> int:
+    """What of this process's memory counts; 0 where the system does not tell."""
+    if sys.platform == "darwin":
+        return _footprint()
+    try:
+        with open("/proc/self/status", "rb", buffering=0) as file:
+            found = _RSS_ANON.search(file.read(8192))
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
+
+
+def _footprint() -> int:
+    answer = ctypes.create_string_buffer(4 * _RUSAGE_BYTES)
+    failed = ctypes.CDLL(None).proc_pid_rusage(os.getpid(), _RUSAGE_V0, answer)
+    return 0 if failed else int(struct.unpack_from("<Q", answer, _FOOTPRINT_OFFSET)[0])
+
+
+def _trim() -> None:
+    """Let the C library give back what it keeps; elsewhere than with glibc it does so itself."""
+    if sys.platform.startswith("linux"):
+        try:
+            ctypes.CDLL(None).malloc_trim(0)
+        except AttributeError:
+            return
+
+
+class MemoryLimit:
+    """``maxmemory`` in bytes, 0 for none; may be changed at any time."""
+
+    policy = "noeviction"
+
+    def __init__(self, maxmemory: int = 0) -> None:
+        self.maxmemory = maxmemory
+        self._used = 0
+        self._measured = self._trimmed = float("-inf")
+
+    def exceeded(self) -> bool:
+        """Whether commands that need more memory are to be refused."""
+        if not self.maxmemory:
+            return False
+        now = time.monotonic()
+        if now - self._measured > _FRESH_SECONDS:
+            self._used, self._measured = anonymous_bytes(), now
+            if self._used > self.maxmemory and now - self._trimmed > _TRIM_SECONDS:
+                _trim()
+                self._used, self._trimmed = anonymous_bytes(), now
+        return self._used > self.maxmemory
+
+    def check(self) -> None:
+        """Raise OutOfMemory when the limit is exceeded."""
+        if self.exceeded():
+            raise OutOfMemory(REFUSAL)

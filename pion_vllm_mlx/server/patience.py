@@ -1,0 +1,31 @@
+"""How long one connection may keep the server waiting."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pion_vllm_mlx.server.direct import StreamWriter
+from pion_vllm_mlx.server.session import Client, ServerConfig
+
+
+class Patience:
+    """Watches one connection; asked once in a while."""
+
+    def __init__(self, config: ServerConfig, client: Client) -> None:
+        self._config = config
+        self._client = client
+        self._seen: tuple[int, int] = (0, 0)
+        self._since = 0.0
+
+    def idle(self, now: float, progress: float) -> bool:
+        """Whether nothing was asked, and nothing has come, for the idle time."""
+        idle_seconds = self._config.idle_seconds
+        return bool(idle_seconds) and now - max(progress, self._client.active) > idle_seconds
+
+    def unread(self, now: float, transport: asyncio.Transport, writer: StreamWriter) -> bool:
+        """Whether a reply waits for its reader, who has taken none of it for too long."""
+        seen = transport.get_write_buffer_size(), writer.sent
+        if seen != self._seen or not (seen[0] or writer.sending):
+            self._seen, self._since = seen, now
+            return False
+        return now - self._since > self._config.output_seconds

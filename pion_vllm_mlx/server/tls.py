@@ -1,0 +1,33 @@
+"""TLS: what the certificate flags ask for."""
+
+from __future__ import annotations
+
+import ssl
+
+from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.server.session import TlsConfig
+
+#: how long a client may take to shake hands.
+HANDSHAKE_SECONDS = 10.0
+
+
+def tls_context(config: TlsConfig) -> ssl.SSLContext:
+    """A context for the listener; with a CA every client has to show a certificate of it.
+
+    Raises ConfigError for files that cannot be used.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(config.cert_file, config.key_file, _no_passphrase)
+        if config.ca_cert_file is not None:
+            context.load_verify_locations(config.ca_cert_file)
+            context.verify_mode = ssl.CERT_REQUIRED
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tls-port: the certificates cannot be used: {error}") from error
+    return context
+
+
+def _no_passphrase() -> str:
+    """Nobody is there to be asked for one."""
+    raise ValueError("the key is locked by a passphrase")
