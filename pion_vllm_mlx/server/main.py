@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -189,6 +190,8 @@ async def serve(config: ServerConfig, folder: DataFolder) -> None:
     """Run until told to stop. Raises PionError or OSError when it cannot start."""
     store = Store(store_config(config))
     keyspace = Keyspace.open(store_config(config))
+    # the index stays: collecting it again and again would only stop everybody
+    gc.freeze()
     for note in [*store.replayed.notes, *keyspace.notes]:
         log.warning("%s", note)
     if store.replayed.vstore:

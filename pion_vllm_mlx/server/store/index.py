@@ -42,7 +42,7 @@ def place_file(place: Place) -> FileHandle:
     return place.segment.file if isinstance(place, InSegment) else place.file
 
 
-@dataclass
+@dataclass(slots=True)
 class Run:
     """Consecutive rows of one layer that were stored together.
 
@@ -71,7 +71,7 @@ class Extent(NamedTuple):
     row: int
 
 
-@dataclass
+@dataclass(slots=True)
 class LayerRows:
     """The rows of one layer: its spec, its token count and which run shows where."""
 

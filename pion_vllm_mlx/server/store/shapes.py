@@ -62,7 +62,7 @@ class Piece(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RunShape:
     """The place of every row of a run, relative to the run's first byte."""
 
