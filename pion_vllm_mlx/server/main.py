@@ -24,7 +24,7 @@ from pion_vllm_mlx.config import (
 )
 from pion_vllm_mlx.errors import CommandError, ConfigError, DataFolderBusy, PionError
 from pion_vllm_mlx.server import commands as commands  # fills the command table
-from pion_vllm_mlx.server import options
+from pion_vllm_mlx.server import log_format, metrics, options
 from pion_vllm_mlx.server.app import Connection
 from pion_vllm_mlx.server.binary_lane import BinaryConnection
 from pion_vllm_mlx.server.commands.export import remove_old_exports
@@ -203,7 +203,7 @@ async def serve(config: ServerConfig, folder: DataFolder) -> None:
     remove_old_exports(config)
     server = Server(config, store, Ledger(), WindowPool(), keyspace=keyspace)
     store.on_change = server.sessions_changed
-    listeners = await _listen(server)
+    listeners = [*await metrics.listen(server), *await _listen(server)]
     socket_path = str(config.unixsocket) if config.unixsocket else None
     folder.publish_status(port=server.port, unixsocket=socket_path, version=__version__)
     print(
@@ -245,7 +245,7 @@ async def _stop(
 
 
 def _run(config: ServerConfig) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    log_format.configure(config.log_format)
     folder = DataFolder(config.folder, dedicated=config.embedded or config.ephemeral)
     work = serve(config, folder)
     try:

@@ -63,6 +63,9 @@ class ServerConfig:
     export_dir: Path | None = None
     max_connections: int = 10_000
     stall_seconds: float = 30.0
+    metrics_port: int = 0
+    metrics_bind: str = "127.0.0.1"
+    log_format: str = "text"
     idle_seconds: float = 0.0
     output_seconds: float = 60.0
     output_limit: int = 0

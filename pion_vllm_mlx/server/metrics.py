@@ -1,0 +1,219 @@
+"""``--metrics-port``: Prometheus text on ``/metrics``, the value receipt as a page on ``/``.
+
+A few lines of HTTP/1.1 on the event loop, where every number is read: GET and HEAD, one
+request a connection. Nothing that is served names a namespace, a key or a tenant. The
+numbers are those of INFO, PION.STATS and KV.PREFIX.INFO.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import html
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from pion_vllm_mlx import __version__
+from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.server.commands.server_info import resident_bytes
+from pion_vllm_mlx.server.session import Server
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import Metric
+
+#: how long a client may take to send its request.
+REQUEST_SECONDS = 5.0
+MAX_REQUEST_BYTES = 8 << 10
+PREFIX = "pion_"
+_NO_ANSWER = (
+    asyncio.TimeoutError,
+    asyncio.IncompleteReadError,
+    asyncio.LimitOverrunError,
+    OSError,
+)
+
+
+class Sample(NamedTuple):
+    """One metric without labels; a counter only grows, but for a reset."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    value: float
+    help: str
+
+
+def samples(server: Server) -> Iterator[Sample]:
+    """Every metric of this worker. Read on the event loop."""
+    yield from _receipt(server)
+    yield from _process(server)
+    yield from _store(server)
+
+
+def _receipt(server: Server) -> Iterator[Sample]:
+    book = server.ledger
+    yield Sample("prefix_hits", "counter", book.hits, "Lookups that found both sides.")
+    yield Sample("prefix_misses", "counter", book.misses, "Lookups that did not.")
+    yield Sample(
+        "prefix_hits_measured", "counter", book.hits_measured, "Hits whose prefill was timed."
+    )
+    yield Sample("prefix_tokens_served", "counter", book.tokens_served, "Tokens of hits.")
+    yield Sample("prefix_bytes_served", "counter", book.bytes_served, "Bytes of fetched rows.")
+    yield Sample(
+        "prefill_avoided_seconds",
+        "counter",
+        book.us_saved / 1e6,
+        "Prefill that hits made unnecessary; estimated where nobody timed it.",
+    )
+    yield Sample(
+        "prefill_avoided_measured_seconds",
+        "counter",
+        book.us_measured / 1e6,
+        "The part of it that was timed.",
+    )
+
+
+def _process(server: Server) -> Iterator[Sample]:
+    now, _ = resident_bytes()
+    in_flight = server.pool.held + server.long_arguments.held
+    yield Sample("uptime_seconds", "gauge", server.ledger.uptime(), "Since the server started.")
+    yield Sample("resident_memory_bytes", "gauge", now, "Resident memory of the server.")
+    yield Sample(
+        "memory_store_bytes", "gauge", server.memory.stored_bytes, "Stores held in memory alone."
+    )
+    yield Sample("in_flight_bytes", "gauge", in_flight, "Bytes received and not yet stored.")
+    yield Sample("connected_clients", "gauge", len(server.clients), "Open connections.")
+    yield Sample("connections", "counter", server.connections_total, "Connections so far.")
+    yield Sample("commands", "counter", server.commands_total, "Commands so far.")
+
+
+def _store(server: Server) -> Iterator[Sample]:
+    store, state = server.store, server.store.state
+    rows = sum(session.row_bytes() for session in state.sessions.values())
+    wal = store.vstore_wal.size + store.ssm_wal.size
+    yield Sample("sessions", "gauge", len(state.sessions), "Sessions: one a side of a prefix.")
+    yield Sample("sessions_limit", "gauge", store.config.max_sessions, "How many are kept.")
+    yield Sample("row_bytes", "gauge", rows, "Rows in their storage formats.")
+    yield Sample("disk_bytes", "gauge", store.space.disk_bytes(), "Bytes on disk, holes apart.")
+    yield Sample("disk_budget_bytes", "gauge", store.config.disk_budget, "Its limit; 0: none.")
+    yield Sample("wal_bytes", "gauge", wal, "Logs of rows and states since the last save.")
+    yield Sample("keyspace_wal_bytes", "gauge", server.keyspace.wal_bytes, "Log of plain keys.")
+    yield Sample("evictions", "counter", store.space.evictions, "Sessions evicted for room.")
+    yield Sample("damaged", "counter", store.counters.damaged, "Sessions that did not verify.")
+    yield Sample("fetches", "counter", store.counters.fetches, "Fetches of rows.")
+    yield Sample("stored_bytes", "counter", store.counters.bytes_stored, "Bytes stored.")
+
+
+@dataclass(frozen=True, eq=False)
+class _Collector:
+    """Reads the numbers when they are asked for, as prometheus-client's registry wants it."""
+
+    server: Server
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for name, kind, value, text in samples(self.server):
+            family: Any = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            yield family(PREFIX + name, text, value=value)
+
+
+def _registry(server: Server) -> CollectorRegistry:
+    """Raises ConfigError where prometheus-client is not installed."""
+    try:
+        from prometheus_client import CollectorRegistry
+    except ModuleNotFoundError:
+        raise ConfigError(
+            "--metrics-port needs prometheus-client: pip install 'pion-vllm-mlx[metrics]'"
+        ) from None
+    registry = CollectorRegistry()
+    registry.register(_Collector(server))
+    return registry
+
+
+async def listen(server: Server) -> list[asyncio.Server]:
+    """The listener of ``--metrics-port``, none without it. Raises ConfigError, OSError."""
+    config = server.config
+    if not config.metrics_port:
+        return []
+    page = _Pages(server, _registry(server))
+    listener = await asyncio.start_server(
+        page.serve, config.metrics_bind, config.metrics_port, limit=MAX_REQUEST_BYTES
+    )
+    return [listener]
+
+
+@dataclass(frozen=True, eq=False)
+class _Pages:
+    """What is served, by path."""
+
+    server: Server
+    registry: CollectorRegistry
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one request and close."""
+        try:
+            # a silent client, one that talks too much and one that goes away get no answer
+            with contextlib.suppress(*_NO_ANSWER):
+                reading = reader.readuntil(b"\r\n\r\n")
+                request = await asyncio.wait_for(reading, REQUEST_SECONDS)
+                writer.write(self._answer(request.partition(b"\r\n")[0]))
+                await asyncio.wait_for(writer.drain(), REQUEST_SECONDS)
+        finally:
+            writer.close()
+
+    def _answer(self, line: bytes) -> bytes:
+        method, _, rest = line.partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        if method not in (b"GET", b"HEAD"):
+            return _response("405 Method Not Allowed", "text/plain", b"GET or HEAD\n", True)
+        body = method == b"GET"
+        if path == b"/metrics":
+            from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+            return _response("200 OK", CONTENT_TYPE_LATEST, generate_latest(self.registry), body)
+        if path == b"/":
+            page = receipt_page(self.server).encode()
+            return _response("200 OK", "text/html; charset=utf-8", page, body)
+        return _response("404 Not Found", "text/plain", b"/ and /metrics are here\n", body)
+
+
+def _response(status: str, kind: str, content: bytes, with_body: bool) -> bytes:
+    head = [
+        f"HTTP/1.1 {status}",
+        f"Content-Type: {kind}",
+        f"Content-Length: {len(content)}",
+        "Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'",
+        "X-Content-Type-Options: nosniff",
+        "Cache-Control: no-store",
+        "Connection: close",
+    ]
+    return "\r\n".join([*head, "", ""]).encode() + (content if with_body else b"")
+
+
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta http-equiv="refresh" content="5">
+<title>pion-server</title>
+<style>body{{font:16px/1.5 system-ui,sans-serif;max-width:40em;margin:2em auto;padding:0 1em}}
+table{{border-collapse:collapse;width:100%}}td{{border-bottom:1px solid #8884;padding:.2em 0}}
+td:last-child{{text-align:right;font-variant-numeric:tabular-nums}}b{{font-size:2em}}</style></head>
+<body><h1>pion-server</h1><p><b>{seconds} s</b><br>of prefill avoided, {measured} s of it
+measured, the rest estimated</p><table>{rows}</table><p>{version} ·
+<a href="/metrics">/metrics</a></p></body></html>
+"""
+
+
+def receipt_page(server: Server) -> str:
+    """The value receipt as HTML, its fields those of PION.STATS."""
+    fields = dict(server.ledger.fields())
+    rows = "".join(
+        f"<tr><td>{html.escape(name)}</td><td>{html.escape(str(value))}</td></tr>"
+        for name, value in fields.items()
+    )
+    return _PAGE.format(
+        seconds=fields["prefill_seconds_avoided"],
+        measured=fields["prefill_seconds_avoided_measured"],
+        rows=rows,
+        version=html.escape(__version__),
+    )
