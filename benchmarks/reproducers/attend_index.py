@@ -102,8 +102,11 @@ def binary_query(port: int) -> tuple[socket.socket, Callable[[Floats], None]]:
     return sock, ask
 
 
-def latency(pion: Process, connection: RespConnection, keys: Floats, rounds: int) -> dict[str, Any]:
+def latency(
+    pion: Process, connection: RespConnection, keys: Floats, options: argparse.Namespace
+) -> dict[str, Any]:
     """Both lanes and the bare product, in turn."""
+    rounds = max(options.pairs, options.rounds)
     queries = iter(np.random.default_rng(3).standard_normal((rounds + 1, keys.shape[1])))
     current = [np.zeros(keys.shape[1], "<f4")]
 
@@ -118,7 +121,7 @@ def latency(pion: Process, connection: RespConnection, keys: Floats, rounds: int
             "resp": lambda: len(query(connection, current[0], K)),
             "binary": lambda: ask(current[0]),
         }
-        seconds = alternate(sides, rounds)
+        seconds = alternate(sides, rounds, options.patience)
     figures: dict[str, Any] = {f"{name}_ms": milliseconds(s) for name, s in seconds.items()}
     for name in ("resp", "binary"):
         figures[f"{name}_p99_ms"] = round(1e3 * percentile(seconds[name], 0.99), 2)
@@ -139,7 +142,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             "k": K,
             "store_rows_per_second": round(options.keys / seconds),
             **recall(connection, keys, options.width),
-            **latency(pion, connection, keys, max(options.pairs, options.rounds)),
+            **latency(pion, connection, keys, options),
         }
     report("attend_index", options, figures)
 

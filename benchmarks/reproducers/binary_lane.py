@@ -38,7 +38,8 @@ FETCH_BODY = struct.pack("<H", 2) + b"s1" + struct.pack("<H", 7)
 BARE_SERVER = """
 import socket, sys
 request, size = int(sys.argv[1]), int(sys.argv[2])
-data = bytes.fromhex("5eca00") + (size - 7).to_bytes(4, "little") + bytes(size - 7)
+body = bytes(range(256)) * (size // 256 + 1)
+data = bytes.fromhex("5eca00") + (size - 7).to_bytes(4, "little") + body[: size - 7]
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 peer, _ = listener.accept()
@@ -80,14 +81,16 @@ def connected(port: int) -> Iterator[socket.socket]:
         yield sock
 
 
-def compare(port: int, request: bytes, reply_bytes: int, times: int, pairs: int) -> dict[str, Any]:
+def compare(
+    port: int, request: bytes, reply_bytes: int, times: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """Seconds of ``times`` round trips on either side, and their ratio."""
     with connected(port) as lane, bare(request, reply_bytes) as plain:
         sides: dict[str, Callable[[], None]] = {
             "bare": lambda: loop(plain, request, reply_bytes, times),
             "lane": lambda: loop(lane, request, reply_bytes, times),
         }
-        seconds = alternate(sides, pairs)
+        seconds = alternate(sides, options.pairs, options.patience)
     ratio = paired_ratio(seconds["bare"], seconds["lane"])
     figures: dict[str, Any] = {"ratio": ratio, **check(ratio["median"], 0.8, at_least=True)}
     for name, values in seconds.items():
@@ -105,9 +108,9 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             loop(sock, frame(0x10, FETCH_BODY + tensor), HEADER_BYTES, 1)
         reply_bytes = HEADER_BYTES + LAYER_BYTES
         figures = {
-            "ping": compare(port, frame(0xFF), HEADER_BYTES, PINGS, options.pairs),
+            "ping": compare(port, frame(0xFF), HEADER_BYTES, PINGS, options),
             "layer_fetch_4mb": compare(
-                port, frame(0x11, FETCH_BODY), reply_bytes, FETCHES, options.pairs
+                port, frame(0x11, FETCH_BODY), reply_bytes, FETCHES, options
             ),
         }
     report("binary_lane", options, figures)
