@@ -44,6 +44,8 @@ log = logging.getLogger("pion_vllm_mlx.server")
 QUIET_SECONDS = 2.0
 #: how long after a save that failed the next one is tried.
 SAVE_RETRY_SECONDS = 30.0
+#: how often dead bytes are given back, a step at a time, when no moment is quiet.
+BUSY_STEP_SECONDS = 10.0
 #: how long a stop waits for commands that run, and for readers that read slowly.
 STOP_SECONDS = 2.0
 _TICK_SECONDS = 0.25
@@ -131,17 +133,18 @@ async def _housekeeping(server: Server) -> None:
 
 
 async def _upkeep(server: Server) -> None:
-    """Save a long log, and give dead bytes back in quiet moments; each may take a while."""
+    """Save a long log, and give dead bytes back, mostly in quiet moments; may take a while."""
     store = server.store
     reclaimer = Reclaimer(store)
-    next_save = 0.0
+    next_save, last_step = 0.0, time.monotonic()
     while True:
         await asyncio.sleep(_TICK_SECONDS)
         now = time.monotonic()
         if now >= next_save and store.saver.due(QUIET_SECONDS):
             saved = await _guarded("saving", store.save_in_steps)
             next_save = now + (0 if saved else SAVE_RETRY_SECONDS)
-        if now >= store.last_write + QUIET_SECONDS:
+        if now >= min(store.last_write + QUIET_SECONDS, last_step + BUSY_STEP_SECONDS):
+            last_step = now
             await _guarded("reclaiming", reclaimer.step)
 
 
