@@ -20,6 +20,7 @@ from pion_vllm_mlx.server.binary_commands import Answer, Pieces
 from pion_vllm_mlx.server.direct import DirectWriter
 from pion_vllm_mlx.server.long_arguments import LongInbound
 from pion_vllm_mlx.server.outbound import GATHER_BYTES, Stream, in_memory
+from pion_vllm_mlx.server.patience import Patience
 from pion_vllm_mlx.server.session import Client, Context, Server
 from pion_vllm_mlx.wire.frames import BodyReader, Frame, FrameParser, Status, header
 from pion_vllm_mlx.wire.resp import BulkTarget, DiscardBulk
@@ -62,6 +63,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self._client = Client(server.connections_total, f"{host}:{port}", host == "127.0.0.1")
         self._context = Context(server, self._client, self._go_on)
         self._direct = DirectWriter(self._transport, server.store.run)
+        self._patience = Patience(server.config, self._client)
         self._progress = self._loop.time()
         if len(server.clients) >= server.config.max_connections:
             self.abort()
@@ -217,7 +219,11 @@ class BinaryConnection(asyncio.BufferedProtocol):
     # -- housekeeping ----------------------------------------------------------
 
     def stalled(self, now: float) -> bool:
-        """Whether half a frame has stood still for too long."""
+        """Whether half a frame, an unread reply or silence has lasted for too long."""
+        if self._patience.unread(now, self._transport, self._direct):
+            return True
+        if self._task is None and self._patience.idle(now, self._progress):
+            return True
         waiting = self.parser.mid_frame and self._reading
         idle = self._task is None and self._drained.is_set()
         return waiting and idle and now - self._progress > self.server.config.stall_seconds
