@@ -64,11 +64,16 @@ def fresh_folder(parent: Path) -> Iterator[Path]:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that was free a moment ago, and so was the one after it, for the binary lane."""
+    while True:
+        with socket.socket() as probe, socket.socket() as after:
+            probe.bind(("127.0.0.1", 0))
+            port: int = probe.getsockname()[1]
+            try:
+                after.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
 
 
 def environment() -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Exact nearest neighbours, and attention over the best keys, in numpy.
 
-D is a key's width, n a number of rows. The search ranks all rows once by BLAS in
-float32, keeps every row that rounding could move into the result, and decides between
+D is a key's width, n a number of rows. The search ranks all rows once in float32,
+keeps every row that rounding could move into the result, and decides between
 those in float64: the answer is that of a full float64 search.
 """
 
@@ -51,7 +51,9 @@ def _candidates(
     with np.errstate(over="ignore", invalid="ignore"):
         square = np.float32(query @ query)
         norms = np.concatenate([norms for _, norms in blocks]) + square
-        scores = np.concatenate([keys @ query for keys, _ in blocks])
+        # not BLAS: its threads wait for each other, on a busy machine for ever so long,
+        # and one thread reads the keys as fast as memory gives them
+        scores = np.concatenate([np.einsum("nd,d->n", keys, query) for keys, _ in blocks])
         scores *= -2
         scores += norms
         # |rounding| of D products and their sum, of both norms and of the last steps
