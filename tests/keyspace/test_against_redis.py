@@ -111,6 +111,7 @@ TRANSACTIONS = """
     SET x 1 | KEYS * | EXEC | KEYS * | WATCH x | FLUSHALL | MULTI | PING | EXEC | MULTI | PING
     ECHO hi | SELECT 0
     EXEC | WATCH | DISCARD x | MULTI 1
+    SET a 1 | WATCH a | RENAME a a | MULTI | GET a | EXEC
     MULTI | SADD s a | SMEMBERS s | ZADD z 1 a 2 b | ZRANGE z 0 -1 WITHSCORES | HSET h f 1
     HGETALL h | LPOP q 2
     LPOP q | EXEC | MULTI | HSET h g 2 | HDEL h f | SREM s a | SADD s c d | ZREM z a

@@ -9,6 +9,7 @@ import random
 import shutil
 import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from pion_vllm_mlx.server.keyspace.changes import (
     decode,
     pieces,
 )
-from pion_vllm_mlx.server.keyspace.data import Data, Overlay
+from pion_vllm_mlx.server.keyspace.data import Data, Entry, Overlay
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.keyspace.recovery import SNAPSHOT_MAGIC, WAL_MAGIC
 from pion_vllm_mlx.server.keyspace.values import SortedSet
@@ -352,6 +353,25 @@ def test_a_piece_that_the_disk_refuses_takes_none_of_its_change_along(folder: Pa
         assert faults.failed == ["pwrite"]
         keys.do([change(Verb.SET, b"b", b"2")])
     assert reopened(folder) == {b"a": (b"1", 0), b"b": (b"2", 0)}
+    other = os.urandom(PIECE_BYTES + 5)
+    with Keys(folder) as keys:
+        with failing(1), pytest.raises(CommandError):
+            keys.do([change(Verb.SET, b"long", long)])
+        keys.do([change(Verb.SET, b"other", other)])
+    assert reopened(folder) == {b"a": (b"1", 0), b"b": (b"2", 0), b"other": (other, 0)}
+
+
+def test_a_transaction_meets_no_key_past_its_deadline() -> None:
+    data = Data()
+    for one in [*SCRIPT[1], *SCRIPT[3], change(Verb.DEADLINE, b"h", b"%d" % NOW)]:
+        data.apply(one)
+    before = content(data)
+    inside = Overlay(data, NOW + 5000)
+    inside.apply(change(Verb.RPUSH, b"t", b"1"))
+    inside.apply(change(Verb.HSET, b"h", b"new", b"3"))
+    assert inside.entries[b"t"] == Entry(deque([b"1"]))
+    assert inside.entries[b"h"] == Entry({b"new": b"3"})
+    assert content(data) == before
 
 
 def test_deadlines_are_absolute_and_what_ended_is_deleted_before_it_is_met_again(

@@ -12,6 +12,9 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from pion_vllm_mlx.server.keyspace.changes import Assembler, Verb
+from pion_vllm_mlx.server.keyspace.recovery import WAL_MAGIC
+from pion_vllm_mlx.server.store import framing
 from tests.conftest import RunningServer
 from tests.server.wire import Refusal, Wire, settle
 
@@ -177,14 +180,32 @@ def test_a_watched_key_that_ends_breaks_the_transaction(wire: Wire) -> None:
     assert wire.ask("EXISTS", "x") == 0
 
 
-def test_keys_that_ended_are_deleted_without_being_asked_for(wire: Wire) -> None:
-    wire.together(*(("SET", f"k{number}", "v", "PX", "1") for number in range(100)))
-    before = int(wire.info("INFO")["keyspace_wal_bytes"])
+def test_keys_that_ended_are_deleted_without_being_asked_for(
+    shared: RunningServer, wire: Wire
+) -> None:
+    names = {b"ends%d" % number for number in range(100)}
+    wire.together(*(("SET", name, "v", "PX", "1") for name in sorted(names)))
+
+    def deleted() -> set[bytes]:
+        log = memoryview((shared.dir / "pion.wal.0").read_bytes())
+        frames = framing.scan(log, WAL_MAGIC, "pion.wal.0").frames
+        batches = Assembler()
+        changes = [one for frame in frames for one in batches.add(frame.op, frame.payload)]
+        return {key for one in changes if one.verb is Verb.DELETE for key in one.keys}
+
     deadline = time.monotonic() + 10
-    while int(wire.info("INFO")["keyspace_wal_bytes"]) == before:
+    while not names <= deleted():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert wire.ask("DBSIZE") == 0
+
+
+def test_a_key_that_went_and_came_again_is_scanned_once(wire: Wire) -> None:
+    for _ in range(3):
+        wire.ok("MSET", "a", "1", "b", "2")
+        wire.ask("DEL", "a")
+    wire.ok("SET", "a", "1")
+    assert sorted(wire.ask("SCAN", "0")[1]) == [b"a", b"b"]
 
 
 def test_nobody_sees_a_transaction_half_done(shared: RunningServer, wire: Wire) -> None:

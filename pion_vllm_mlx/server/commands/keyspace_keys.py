@@ -61,7 +61,7 @@ def rename(context: Context, args: list[Arg]) -> Effect:
     old, new = word(args[1]), word(args[2])
     if context.keys.entry(old) is None:
         raise CommandError("no such key")
-    return Effect([change(Verb.RENAME, old, new)], OK)
+    return Effect([change(Verb.RENAME, old, new)] if old != new else [], OK)
 
 
 # -- deadlines -----------------------------------------------------------------
