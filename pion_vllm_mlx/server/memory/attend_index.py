@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -255,6 +256,8 @@ class AttendIndex:
         self.sessions: OrderedDict[bytes, IndexSession] = OrderedDict()
         self.queries = 0
         self.evictions = 0
+        #: which of the names, least recently used first, leaves
+        self.victim: Callable[[Sequence[bytes]], bytes] = lambda names: names[0]
 
     def create(self, sid: bytes, shape: IndexShape) -> int:
         """The slot of a session; one of the same shape is kept. Raises CommandError."""
@@ -265,7 +268,7 @@ class AttendIndex:
             session.shape = shape
         if session is None:
             if len(self.sessions) >= self.max_sessions:
-                self.sessions.popitem(last=False)
+                del self.sessions[self.victim(list(self.sessions))]
                 self.evictions += 1
             taken = {one.slot for one in self.sessions.values()}
             slot = next(n for n in range(self.max_sessions) if n not in taken)

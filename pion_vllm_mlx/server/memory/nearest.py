@@ -3,6 +3,9 @@
 D is a key's width, n a number of rows. The search ranks all rows once in float32,
 keeps every row that rounding could move into the result, and decides between
 those in float64: the answer is that of a full float64 search.
+
+Products of a matrix and a vector are not left to BLAS: its threads wait for each
+other, on a busy machine for long, and one thread reads as fast as memory gives.
 """
 
 from __future__ import annotations
@@ -51,8 +54,6 @@ def _candidates(
     with np.errstate(over="ignore", invalid="ignore"):
         square = np.float32(query @ query)
         norms = np.concatenate([norms for _, norms in blocks]) + square
-        # not BLAS: its threads wait for each other, on a busy machine for ever so long,
-        # and one thread reads the keys as fast as memory gives them
         scores = np.concatenate([np.einsum("nd,d->n", keys, query) for keys, _ in blocks])
         scores *= -2
         scores += norms
@@ -98,11 +99,11 @@ def attend_best(q: Floats, k: Floats, v: Floats, top_k: int) -> Floats:
     scale = np.float32(1 / np.sqrt(width))
     with np.errstate(over="ignore", invalid="ignore"):
         for head in range(heads):
-            scores = k[head] @ q[head] * scale
+            scores = np.einsum("nd,d->n", k[head], q[head]) * scale
             values = v[head]
             if top_k < tokens:
                 best = np.sort(np.argpartition(-scores, top_k - 1)[:top_k])
                 scores, values = scores[best], values[best]
             weights = np.exp(scores - scores.max())
-            out[head] = weights @ values / weights.sum()
+            out[head] = np.einsum("n,nd->d", weights, values) / weights.sum()
     return out

@@ -120,7 +120,8 @@ class SemanticCache:
         unit = _unit(vector)
         if not self.entries or not unit.any():
             return None
-        scores = np.where(self._directed, self._vectors @ unit.astype(np.float32), -np.inf)
+        products = np.einsum("nd,d->n", self._vectors, unit.astype(np.float32))
+        scores = np.where(self._directed, products, -np.inf)
         if model is not None:
             others = [entry.row for entry in self.entries.values() if entry.model != model]
             scores[others] = -np.inf
