@@ -39,6 +39,15 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "server": Command("pion_vllm_mlx.server.main", "run the server (pion-server is the same)"),
     "demo": Command("pion_vllm_mlx.demo.run", "see a prefix reused by other processes", "demo"),
+    "stats": Command("pion_vllm_mlx.tools.stats", "what a running server did and holds"),
+    "explain": Command("pion_vllm_mlx.tools.explain", "why a namespace is a hit or a miss"),
+    "doctor": Command("pion_vllm_mlx.tools.doctor", "check a data folder, changing nothing"),
+    "export": Command(
+        "pion_vllm_mlx.tools.prompt_file", "a prefix as mlx-lm's cache file", "mlx", "export_main"
+    ),
+    "import": Command(
+        "pion_vllm_mlx.tools.prompt_file", "store what export wrote", "mlx", "import_main"
+    ),
     "data": Command(__name__, "the stored prefixes: path, size, clear", function="data_main"),
 }
 

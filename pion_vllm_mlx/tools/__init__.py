@@ -1,0 +1,1 @@
+"""What the console command offers beside server and demo, one module a subcommand."""

@@ -1,0 +1,250 @@
+"""``pion-vllm-mlx doctor``: what a data folder holds, what is damaged, what would be repaired.
+
+Nothing in the folder is changed, and no server may run on it meanwhile. The repair that
+``pion-server --repair`` and the embedded server do at a start is run, on copies of the
+small files and links to the large ones in a temporary folder; then every row and state
+is read and compared with its checksum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pion_vllm_mlx import config
+from pion_vllm_mlx.errors import ConfigError, DamagedData, DataFolderBusy, PionError
+from pion_vllm_mlx.server.keyspace import recovery as keyspace_recovery
+from pion_vllm_mlx.server.store import rows, snapshot
+from pion_vllm_mlx.server.store.files import FileHandle, OpenFiles, pread_exactly
+from pion_vllm_mlx.server.store.recovery import Paths, Recovered, Recovery
+from pion_vllm_mlx.tools.doctor_prefixes import PrefixLine, prefixes
+from pion_vllm_mlx.tools.store_access import size_text
+
+SHOWN = 20
+
+
+@dataclass
+class Report:
+    """What was found. ``repairs`` is what a start with ``--repair`` would do."""
+
+    facts: list[str] = field(default_factory=list)
+    prefixes: list[PrefixLine] = field(default_factory=list)
+    damage: list[str] = field(default_factory=list)
+    repairs: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Check a folder; 0 when it is sound, 1 when something in it is damaged."""
+    parser = argparse.ArgumentParser(
+        prog="pion-vllm-mlx doctor",
+        description="Checks a data folder and changes nothing. Exit code 0: sound; 1: damaged, "
+        "or it could not be checked.",
+    )
+    parser.add_argument("--dir", type=Path, help="the folder (default: the embedded server's)")
+    parser.add_argument("--quick", action="store_true", help="do not read rows and states")
+    parser.add_argument("--all", action="store_true", help="name every prefix")
+    options = parser.parse_args(arguments)
+    folder: Path = options.dir if options.dir is not None else config.data_dir()
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder")
+    with not_in_use(folder):
+        report = check(folder, quick=options.quick)
+    print("\n".join(text(folder, report, everything=options.all)))
+    return 1 if report.damage else 0
+
+
+@contextlib.contextmanager
+def not_in_use(folder: Path) -> Iterator[None]:
+    """No server starts on the folder meanwhile. Raises DataFolderBusy when one runs."""
+    try:
+        lock = os.open(folder / config.LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield  # no server ever was here, or the folder is a copy
+        return
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise DataFolderBusy(f"{folder} is in use by a server: end it, then check") from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def check(folder: Path, *, quick: bool) -> Report:
+    """Look at every worker's files. Raises OSError for what cannot be read."""
+    report = Report()
+    for worker in _workers(folder):
+        with tempfile.TemporaryDirectory(prefix="pion-doctor-") as name:
+            _check_worker(folder, worker, Path(name), report, quick)
+    if not report.facts:
+        report.facts.append("no files of a store")
+    return report
+
+
+def _workers(folder: Path) -> list[int]:
+    pattern = re.compile(r"pion\.(?:vstore|ssm|segments|snapshot|wal)(?:\.wal)?\.(\d+)")
+    found = (pattern.fullmatch(path.name) for path in folder.iterdir())
+    return sorted({int(match[1]) for match in found if match})
+
+
+def _check_worker(folder: Path, worker: int, shadow: Path, report: Report, quick: bool) -> None:
+    paths = Paths(folder, worker)
+    keys = keyspace_recovery.Paths(folder, worker)
+    for path in (*paths.all_files(), keys.snapshot, keys.wal):
+        if path.exists():
+            report.facts.append(f"{path.name}: {size_text(path.stat().st_size)}")
+    segments = list(paths.segments.iterdir()) if paths.segments.is_dir() else []
+    if segments:
+        size = sum(path.stat().st_blocks * 512 for path in segments)
+        report.facts.append(f"{paths.segments.name}: {len(segments)} files, {size_text(size)}")
+    if _is_portable(paths.vstore, report):
+        return
+    _copy(paths, keys, shadow)
+    for recover in (_recover_store, _recover_keys):
+        try:
+            recover(shadow, worker, report, quick)
+        except PionError as error:  # a newer version's files: nothing can be said of the rest
+            report.damage.append(str(error))
+
+
+def _is_portable(path: Path, report: Report) -> bool:
+    """Whether a portable copy waits in the manifest's place; its table is checked."""
+    if not path.exists():
+        return False
+    file = FileHandle(path, os.O_RDONLY)
+    if file.size() < len(snapshot.PORTABLE):
+        return False
+    end = file.size() - len(snapshot.PORTABLE)
+    if pread_exactly(file.fd, len(snapshot.PORTABLE), end) != snapshot.PORTABLE:
+        return False
+    report.notes.append(f"{path.name} is a portable copy: the next start unpacks it")
+    return True
+
+
+def _copy(paths: Paths, keys: keyspace_recovery.Paths, shadow: Path) -> None:
+    """The small files as copies, segments as links: what a repair does to them stays there."""
+    for path in (*paths.all_files(), keys.snapshot, keys.wal):
+        if path.exists():
+            shutil.copyfile(path, shadow / path.name)
+    folder = shadow / paths.segments.name
+    folder.mkdir()
+    if paths.segments.is_dir():
+        for path in paths.segments.iterdir():
+            (folder / path.name).symlink_to(path.absolute())
+
+
+class _ReadOnly(OpenFiles):
+    """Segments opened for reading alone: a folder that may not be written can be checked."""
+
+    def get(self, path: Path) -> FileHandle:
+        try:
+            return FileHandle(path, os.O_RDONLY)
+        except FileNotFoundError:
+            return FileHandle.missing(path)
+
+
+def _recover_store(shadow: Path, worker: int, report: Report, quick: bool) -> None:
+    recovery = Recovery(Paths(shadow, worker), wal_enabled=False, salvage=True)
+    recovery.folder.files = _ReadOnly()
+    found = recovery.run()
+    for note in found.notes:
+        _sort(note, report)
+    state = found.state
+    if not quick:
+        _read_everything(found, report)
+    report.prefixes += prefixes(state)
+    states = sum(map(len, state.states.values()))
+    row_bytes = sum(session.row_bytes() for session in state.sessions.values())
+    report.facts.append(
+        f"{len(state.sessions)} sessions, {size_text(row_bytes)} of rows, {states} states; "
+        f"{found.vstore_replayed + found.ssm_replayed} records in logs since the last save"
+    )
+
+
+def _recover_keys(shadow: Path, worker: int, report: Report, quick: bool) -> None:
+    found = keyspace_recovery.recover(keyspace_recovery.Paths(shadow, worker), False, True)
+    for note in found.notes:
+        _sort(note, report)
+    count = found.data.size(0)
+    if count:
+        report.facts.append(f"{count} plain keys")
+
+
+def _sort(note: str, report: Report) -> None:
+    """Recovery's words into what is damaged, what would be done, and what is harmless."""
+    what, _, kept = note.partition("; the file is kept as ")
+    if kept:
+        report.damage.append(what)
+        report.repairs.append(
+            f"{kept.partition('.damaged-')[0]} is set aside, what verifies of it is kept"
+        )
+    elif note.endswith("missing on disk"):
+        report.damage.append(note)
+        report.repairs.append(f"{note.partition(':')[0]} is dropped")
+    elif note.endswith("records were skipped"):
+        report.damage.append(note)
+    elif "torn end" in note:
+        report.notes.append(note.replace("cut off", "that nobody was told is stored"))
+        report.repairs.append(f"the torn end of {note.partition(':')[0]} is cut off")
+    elif "nothing names" in note:
+        report.notes.append(note.replace("were deleted", "are there"))
+        report.repairs.append("segment files that nothing names are deleted")
+    else:
+        report.notes.append(note)
+
+
+def _read_everything(found: Recovered, report: Report) -> None:
+    """Compare rows and states with their checksums, sealed headers with theirs."""
+    bad: dict[str, str] = {}
+    for segment in found.folder.segments.values():
+        if segment.sealed and not found.folder.verify_header(segment):
+            report.damage.append(f"{segment.path.name}: header or size is not as it was sealed")
+            bad[_shown(segment.group)] = ""
+    for session in found.state.sessions.values():
+        for run in session.runs():
+            try:
+                rows.check_run(run)
+            except (DamagedData, OSError) as error:
+                report.damage.append(f"{_shown(session.sid)}: {error}")
+                bad[_shown(session.sid)] = ""
+                break
+    for sid, layers in found.state.states.items():
+        for layer, blob in layers.items():
+            if not rows.state_is_intact(blob):
+                report.damage.append(f"{_shown(sid)} layer {layer}: checksum of a state is wrong")
+                bad[_shown(sid)] = ""
+    report.repairs += [f"{name} is dropped with its prefix when it is first read" for name in bad]
+
+
+def _shown(name: bytes) -> str:
+    return name.decode("utf-8", "backslashreplace")
+
+
+def text(folder: Path, report: Report, *, everything: bool) -> list[str]:
+    """The report for people."""
+    lines = [f"{folder}:", *(f"  {fact}" for fact in report.facts)]
+    whole = sum(prefix.complete for prefix in report.prefixes)
+    if report.prefixes:
+        lines.append(f"{len(report.prefixes)} prefixes, {whole} of them with a completion record:")
+    shown = report.prefixes if everything else report.prefixes[:SHOWN]
+    lines += [f"  {prefix.text()}" for prefix in shown]
+    if len(shown) < len(report.prefixes):
+        lines.append(f"  ... and {len(report.prefixes) - len(shown)} more: --all names them")
+    for title, entries in (
+        ("harmless", report.notes),
+        ("damaged", report.damage),
+        ("a start with --repair, or of the embedded server, would do this", report.repairs),
+    ):
+        if entries:
+            lines += [f"{title}:", *(f"  {entry}" for entry in entries)]
+    return [*lines, "damaged" if report.damage else "sound"]

@@ -1,0 +1,130 @@
+"""``pion-vllm-mlx stats``: what a running server did and holds, once or again and again."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from pion_vllm_mlx.cache.connection import RespConnection, info_fields
+from pion_vllm_mlx.tools.store_access import Access, add_url, duration_text, size_text, store
+
+Numbers = Mapping[str, str]
+_CLEAR = "\x1b[H\x1b[2J"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the report; with ``--watch`` until it is interrupted."""
+    options = _parser().parse_args(arguments)
+    with store(options, start=False) as access:
+        before: Numbers = {}
+        for number in itertools.count(1):
+            now = read(access)
+            print(_text(options, access, now, before), flush=True)
+            if options.watch is None or number == options.count:
+                return 0
+            before = now
+            time.sleep(options.watch)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pion-vllm-mlx stats", description="What a running server did and holds."
+    )
+    add_url(parser)
+    parser.add_argument(
+        "--watch",
+        type=float,
+        nargs="?",
+        const=2.0,
+        metavar="SECONDS",
+        help="print again every so many seconds (2), with rates",
+    )
+    parser.add_argument("--count", type=int, metavar="N", help="stop after N reports")
+    parser.add_argument("--json", action="store_true", help="the numbers as one JSON object a line")
+    return parser
+
+
+def read(access: Access) -> Numbers:
+    """INFO and KV.PREFIX.INFO as one mapping; names are unique over both.
+
+    A server without ``--kvcache`` has the first alone. Raises what the connection raises.
+    """
+    connection: RespConnection = access.endpoint.connection()
+    numbers = dict(info_fields(connection.command("INFO")))
+    held = connection.pipeline([("KV.PREFIX.INFO",)])[0]
+    if not isinstance(held, Exception):
+        numbers.update(info_fields(held))
+    return numbers
+
+
+def _text(options: argparse.Namespace, access: Access, now: Numbers, before: Numbers) -> str:
+    if options.json:
+        return json.dumps(now)
+    report = "\n".join(report_lines(access.url, now, before))
+    if options.watch is None:
+        return report
+    return _CLEAR + report if sys.stdout.isatty() else report + "\n"
+
+
+def report_lines(url: str, now: Numbers, before: Numbers) -> list[str]:
+    """The report; ``before`` adds rates where it is from the same process."""
+    if before.get("process_id") != now.get("process_id"):
+        before = {}
+    seconds = _number(now, "uptime_in_seconds") - _number(before, "uptime_in_seconds")
+
+    def rate(name: str) -> str:
+        if not before or seconds <= 0:
+            return ""
+        return f" ({(_number(now, name) - _number(before, name)) / seconds:,.0f}/s)"
+
+    hits, misses = _number(now, "kvprefix_hits"), _number(now, "kvprefix_misses")
+    share = f", {100 * hits / (hits + misses):.1f} % hits" if hits + misses else ""
+    saved = float(now.get("prefill_seconds_avoided", "0"))
+    measured = float(now.get("prefill_seconds_avoided_measured", "0"))
+    lines = [
+        f"pion-server {now.get('pion_version', '?')} at {url}: process "
+        f"{now.get('process_id', '?')}, up {duration_text(_number(now, 'uptime_in_seconds'))}",
+        f"  lookups   {hits:,} hits, {misses:,} misses{share}{rate('kvprefix_hits')}",
+        f"  prefill   {saved:,.1f} s avoided, {measured:,.1f} s of it measured, "
+        f"{_number(now, 'kvprefix_tokens_served'):,} tokens",
+        f"  fetched   {size_text(_number(now, 'kvprefix_bytes_served'))} of rows "
+        "over sockets; mapped files are not counted",
+    ]
+    if "registered_prefixes" in now:
+        lines += _held(now)
+    lines += [
+        f"  memory    {size_text(_number(now, 'used_memory'))} resident, "
+        f"{size_text(_number(now, 'memory_store_bytes'))} in stores that live in memory alone",
+        f"  clients   {_number(now, 'connected_clients'):,} connected, "
+        f"{_number(now, 'total_commands_processed'):,} commands"
+        f"{rate('total_commands_processed')}",
+    ]
+    if now.get("db0"):
+        lines.append(f"  keys      {now['db0'].partition(',')[0].removeprefix('keys=')}")
+    return lines
+
+
+def _held(now: Numbers) -> list[str]:
+    """What is stored: only a server with --kvcache has it."""
+    logs = sum(_number(now, f"{log}wal_bytes") for log in ("", "ssm_", "keyspace_"))
+    lines = [
+        f"  prefixes  {_number(now, 'registered_prefixes'):,} of "
+        f"{_number(now, 'total_prefix_tokens'):,} tokens; sessions "
+        f"{_number(now, 'vstore_sessions'):,} of at most {_number(now, 'vstore_max_sessions'):,}",
+        f"  stored    {size_text(_number(now, 'vstore_bytes'))} of rows, "
+        f"{size_text(_number(now, 'vstore_disk_bytes'))} on disk, {size_text(logs)} in logs",
+    ]
+    evicted, damaged = _number(now, "vstore_evictions"), _number(now, "vstore_damaged")
+    if evicted or damaged:
+        lines.append(f"  lost      {evicted:,} sessions evicted for room, {damaged:,} damaged")
+    return lines
+
+
+def _number(numbers: Numbers, name: str) -> int:
+    text = numbers.get(name, "0")
+    return int(text) if text.isdigit() else 0

@@ -1,0 +1,94 @@
+"""Which store a subcommand talks to: ``--url`` as everywhere, the password from the environment."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pion_vllm_mlx import config
+from pion_vllm_mlx.cache.connection import Address
+from pion_vllm_mlx.cache.data_folder import read_status
+from pion_vllm_mlx.cache.store_client import StoreClient
+from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, Place, parse_url, what_helps
+from pion_vllm_mlx.errors import PionError, StoreUnavailable
+
+DEFAULT_URL = f"tcp://{config.DEFAULT_HOST}:{config.DEFAULT_PORT}"
+
+
+@dataclass(frozen=True)
+class Access:
+    """A store that was reached, and the client to use."""
+
+    client: StoreClient
+    endpoint: Endpoint
+    url: str
+
+
+def add_url(parser: argparse.ArgumentParser) -> None:
+    """The options that name the store."""
+    parser.add_argument(
+        "--url",
+        default=DEFAULT_URL,
+        help=f"tcp://host:port, unix:///path, embedded:///path, embedded: (default {DEFAULT_URL})",
+    )
+    parser.add_argument(
+        "--deadline", type=float, default=5.0, metavar="SECONDS", help="how long a reply may take"
+    )
+
+
+@contextmanager
+def store(options: argparse.Namespace, *, start: bool) -> Iterator[Access]:
+    """The store that the options name, closed at the end.
+
+    ``start``: an embedded server may be started; else one has to run. Raises
+    StoreUnavailable, its text saying what can be done, and ConfigError.
+    """
+    place = parse_url(options.url)
+    if place.embedded and not start:
+        place = _running(place)
+    password = config.ServerEnvironment.from_environment().password
+    endpoint = Endpoint(place, password, options.deadline)
+    client = StoreClient(endpoint, options.deadline)
+    try:
+        yield Access(client, endpoint, options.url)
+    except PionError as error:
+        advice = what_helps(error)
+        if not advice:
+            raise
+        raise StoreUnavailable(f"{error}; {advice}") from error
+    finally:
+        client.close()
+
+
+def _running(place: Place) -> Place:
+    """The address of the server that owns a data folder; none is started."""
+    folder = Path(place.folder).expanduser() if place.folder else config.data_dir()
+    status = read_status(folder)
+    if status is None:
+        raise StoreUnavailable(f"no server runs on {folder}")
+    if status.unixsocket is not None:
+        return Place(Address(path=str(status.unixsocket)))
+    return Place(Address(port=status.port))
+
+
+def size_text(count: float) -> str:
+    """Bytes for people: ``12.3 MB``, in powers of ten."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:,.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:,.1f} TB"
+
+
+def duration_text(seconds: float) -> str:
+    """A time span for people: ``4 s``, ``12 min``, ``3 h 5 min``, ``2 d 7 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    minutes = int(seconds // 60)
+    if minutes < 120:
+        return f"{minutes} min"
+    hours = minutes // 60
+    return f"{hours} h {minutes % 60} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
