@@ -148,7 +148,10 @@ async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
     def build() -> list[Record]:
         effect: Effect = command.handler(*handed)
         outcome.append(effect)
-        return list(effect.records)
+        tenant, shares = context.client.tenant, context.server.shares
+        if shares is None or not tenant:
+            return list(effect.records)
+        return shares.fitted(tenant, effect.records)
 
     applied = False
     try:

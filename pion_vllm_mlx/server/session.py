@@ -20,6 +20,7 @@ from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.long_arguments import LongArguments
 from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.memory_limit import MemoryLimit
+from pion_vllm_mlx.server.shares import Shares
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
@@ -70,9 +71,6 @@ class ServerConfig:
     output_seconds: float = 60.0
     output_limit: int = 0
     maxmemory: int = 0
-    metrics_port: int = 0
-    metrics_bind: str = "127.0.0.1"
-    log_format: str = "text"
 
     @property
     def address(self) -> str:
@@ -153,6 +151,8 @@ class Server:
 
     def __post_init__(self) -> None:
         self.memory_limit = MemoryLimit(self.config.maxmemory)
+        tenants = self.config.tenants
+        self.shares = Shares(tenants, self.store, self.keyspace, self.memory) if tenants else None
 
     def sessions_changed(self, sids: Iterable[bytes]) -> None:
         """Delete the exported files of sessions that changed; who has one open keeps it.
@@ -183,6 +183,11 @@ class Context:
         """The plain keys at this moment."""
         keyspace = self.server.keyspace
         return View(keyspace.data if self.overlay is None else self.overlay, keyspace.now)
+
+    def charge(self, nbytes: int) -> None:
+        """Raise OutOfMemory where so many bytes more do not fit the tenant's quota."""
+        if self.server.shares is not None:
+            self.server.shares.charge(self.client.tenant, nbytes)
 
     def shown(self, name: bytes) -> bytes:
         """A stored key, namespace or session id as this connection knows it."""

@@ -148,6 +148,7 @@ async def attend_store(context: Context, args: list[Arg]) -> Reply:
     layer = arguments.integer(args[2], "layer", 0, MAX_INDEX_LAYER)
     count = arguments.integer(args[3], "count", 1, _MAX_COUNT)
     blobs = arguments.data(args[4]), arguments.data(args[5])
+    context.charge(len(blobs[0]) + len(blobs[1]))
     await store_rows(context.server, sid, layer, count, blobs)
     return OK
 

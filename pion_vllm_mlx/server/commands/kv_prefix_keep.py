@@ -44,7 +44,9 @@ def kv_prefix_pin(context: Context, args: list[Arg]) -> Effect:
     sides = context.sides(arguments.sid(args[1]))
     new = [session for session in sides if not session.pinned]
     if new:
-        refusal = context.store.space.pin_limits.refusal(context.state, new)
+        sessions, mine = context.state.sessions.values(), context.stored(b"")
+        known = [session for session in sessions if session.sid.startswith(mine)]
+        refusal = context.store.space.pin_limits.refusal(known, new)
         if refusal:
             raise CommandError(f"KV.PREFIX.PIN: {refusal}")
     effects = [Pin(tuple(session.sid for session in new), True)] if new else []

@@ -32,6 +32,9 @@ def state_alloc(context: Context, args: list[Arg]) -> Reply:
     mode = "FIXED"
     if given:
         mode = arguments.choice(given["MODE"][0], ("FIXED", "RING"), "STATE.ALLOC: MODE")
+    if context.server.shares is not None:
+        context.server.shares.check_slot(slot_id)
+    context.charge(size)
     context.server.memory.states.alloc(slot_id, size, mode == "RING")
     return OK
 

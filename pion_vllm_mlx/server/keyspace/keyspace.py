@@ -57,6 +57,8 @@ class Keyspace:
         self.last_write = time.monotonic()
         self.clock: Callable[[], int] = _unix_ms
         self._moment: int | None = None
+        #: told every change just before it is made
+        self.on_change: Callable[[Change], None] = lambda one: None
         self._watchers: dict[bytes, set[Watch]] = {}
         self._lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keyspace-log")
@@ -101,6 +103,7 @@ class Keyspace:
             await self._run(lambda: self._append(changes))
             for one in changes:
                 self._break_watches(one)
+                self.on_change(one)
                 self.data.apply(one)
             self.last_write = time.monotonic()
             if self.config is not None and self.config.appendfsync == "always":

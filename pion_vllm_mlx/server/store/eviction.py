@@ -42,9 +42,9 @@ class PinLimits:
         """Whether so many sessions with so many bytes are within the limits."""
         return not (self.sessions and count > self.sessions or self.bytes and nbytes > self.bytes)
 
-    def refusal(self, state: State, more: Iterable[Session]) -> str:
-        """Why ``more`` sessions cannot be pinned, empty when they can."""
-        pinned = [s for s in state.sessions.values() if s.pinned] + list(more)
+    def refusal(self, sessions: Iterable[Session], more: Iterable[Session]) -> str:
+        """Why ``more`` sessions cannot be pinned beside ``sessions``, empty when they can."""
+        pinned = [session for session in sessions if session.pinned] + list(more)
         if self.allow(len(pinned), sum(session.row_bytes() for session in pinned)):
             return ""
         return f"pinned prefixes may take {self.sessions} sessions and {self.bytes} bytes at most"

@@ -106,6 +106,8 @@ class Store:
         self.last_write = time.monotonic()
         #: told which sessions changed or went, after every effect
         self.on_change: Callable[[list[bytes]], None] = lambda sids: None
+        #: told every effect, once it is applied
+        self.on_effects: Callable[[Sequence[Record]], None] = lambda effects: None
         found.state.untidy.update((s.group, None) for s in found.folder.segments.values())
         self.write_lock = asyncio.Lock()
         self.io = ThreadPoolExecutor(4, thread_name_prefix="store-io")
@@ -147,6 +149,7 @@ class Store:
             for entry in logged:
                 self.state.apply(entry)
         self.on_change([sid for effect in effects for sid in sessions_of(effect)])
+        self.on_effects(effects)
         if not copied:
             self.last_write = time.monotonic()
         if copied or self.config.appendfsync == "always":

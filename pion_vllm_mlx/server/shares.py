@@ -1,0 +1,278 @@
+"""What each tenant stores, what its quota lets it add, and whose prefix leaves first.
+
+A tenant past its quota makes room among its own prefixes; when that is not enough the
+store is refused. Where a limit of the whole server is reached, the owner who has the most
+gives first: a busy tenant throws out its own. The admin counts as one owner more.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from pion_vllm_mlx.errors import CommandError, OutOfMemory
+from pion_vllm_mlx.server.keyspace.changes import Change, Verb
+from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
+from pion_vllm_mlx.server.keyspace.sizes import entry_bytes, growth
+from pion_vllm_mlx.server.memory import MemoryStores
+from pion_vllm_mlx.server.memory.state_slots import MAX_SLOTS
+from pion_vllm_mlx.server.store.eviction import EvictionPolicy, drop_namespace
+from pion_vllm_mlx.server.store.index import Session, group_of
+from pion_vllm_mlx.server.store.records import Blocks, DropStates, Record, Rows, StoreState
+from pion_vllm_mlx.server.store.state import State
+from pion_vllm_mlx.server.store.store import Store, sessions_of
+from pion_vllm_mlx.server.tenants import Tenant, owner_of
+
+
+@dataclass
+class Ledger:
+    """Bytes by name, and their sum by owner."""
+
+    tenants: Collection[bytes]
+    bytes_of: dict[bytes, int] = field(default_factory=dict)
+    totals: Counter[bytes] = field(default_factory=Counter)
+
+    def put(self, name: bytes, nbytes: int) -> None:
+        """A name counts so many bytes from now on; 0: it is gone."""
+        before = self.bytes_of.pop(name, 0)
+        if nbytes:
+            self.bytes_of[name] = nbytes
+        self.totals[owner_of(name, self.tenants)] += nbytes - before
+
+    def clear(self) -> None:
+        self.bytes_of.clear()
+        self.totals.clear()
+
+
+def session_bytes(session: Session) -> int:
+    """What a session counts: its rows and its table of blocks."""
+    blocks = 0 if session.blocks is None else len(session.blocks.blob)
+    return session.row_bytes() + blocks
+
+
+class FairShare(EvictionPolicy):
+    """The owner with the greatest share gives first, in the order of another policy."""
+
+    def __init__(self, inner: EvictionPolicy, sessions: Ledger) -> None:
+        self._inner = inner
+        self._sessions = sessions
+
+    def victims(self, state: State) -> Iterator[Session]:
+        queues: dict[bytes, deque[Session]] = {}
+        for session in self._inner.victims(state):
+            owner = owner_of(session.sid, self._sessions.tenants)
+            queues.setdefault(owner, deque()).append(session)
+        sizes = self._sessions.bytes_of
+        left = {
+            owner: sum(sizes.get(session.sid, 0) for session in queue)
+            for owner, queue in queues.items()
+        }
+        total_bytes = max(1, sum(left.values()))
+        total = max(1, len(state.sessions))
+        while queues:
+            owner = max(queues, key=lambda o: max(len(queues[o]) / total, left[o] / total_bytes))
+            session = queues[owner].popleft()
+            left[owner] -= sizes.get(session.sid, 0)
+            if not queues[owner]:
+                del queues[owner]
+            yield session
+
+
+class Shares:
+    """Keeps the accounts of a server with tenants. Belongs to the event loop."""
+
+    def __init__(
+        self,
+        tenants: Mapping[bytes, Tenant],
+        store: Store,
+        keyspace: Keyspace,
+        memory: MemoryStores,
+    ) -> None:
+        """Count what is there; be told of every change from now on."""
+        self._tenants = tenants
+        self._store, self._keyspace, self._memory = store, keyspace, memory
+        self.sessions, self.states, self.keys = Ledger(tenants), Ledger(tenants), Ledger(tenants)
+        for sid in store.state.sessions:
+            self._count_session(sid)
+        for sid in store.state.states:
+            self._count_states(sid)
+        for key, entry in keyspace.data.entries.items():
+            self._put_key(key, entry_bytes(key, entry.value))
+        self._touched: set[bytes] = set()
+        store.space.policy = FairShare(store.space.policy, self.sessions)
+        store.on_effects = self._effects
+        keyspace.on_change = self._change
+        memory.index.victim = self._index_victim
+
+    # -- counting --------------------------------------------------------------
+
+    def _count_session(self, sid: bytes) -> None:
+        session = self._store.state.sessions.get(sid)
+        self.sessions.put(sid, 0 if session is None else session_bytes(session))
+
+    def _count_states(self, sid: bytes) -> None:
+        blobs = self._store.state.states.get(sid, {})
+        self.states.put(sid, sum(blob.length for blob in blobs.values()))
+
+    def _effects(self, effects: Sequence[Record]) -> None:
+        for effect in effects:
+            match effect:
+                case StoreState():
+                    self._count_states(effect.sid)
+                case DropStates():
+                    for sid in effect.sids:
+                        self._count_states(sid)
+                case Blocks():
+                    self._count_session(effect.sid)
+                case _:
+                    for sid in sessions_of(effect):
+                        self._count_session(sid)
+
+    def _put_key(self, key: bytes, nbytes: int) -> None:
+        if owner_of(key, self._tenants):
+            self.keys.put(key, nbytes)
+
+    def _change(self, one: Change) -> None:
+        """A change of the keyspace is about to be made."""
+        held, key = self.keys.bytes_of, one.keys[0] if one.keys else b""
+        if one.verb is Verb.FLUSH:
+            self.keys.clear()
+        elif one.verb is Verb.DELETE:
+            for name in one.keys:
+                self._put_key(name, 0)
+        elif one.verb is Verb.RENAME:
+            entry = self._keyspace.data.entries.get(key)
+            self._put_key(key, 0)
+            if entry is not None:
+                self._put_key(one.keys[1], entry_bytes(one.keys[1], entry.value))
+        elif one.verb is Verb.SET:
+            self._put_key(key, growth(self._keyspace.data, one))
+        elif owner_of(key, self._tenants):
+            self.keys.put(key, max(1, held.get(key, 0) + growth(self._keyspace.data, one)))
+            self._touched.add(key)
+
+    def _key_bytes(self, tenant: bytes) -> int:
+        """Bytes of a tenant's keys; those that lost their last item are gone."""
+        for key in self._touched:
+            if key not in self._keyspace.data.entries:
+                self._put_key(key, 0)
+        self._touched.clear()
+        return self.keys.totals[tenant]
+
+    def stored_bytes(self, tenant: bytes) -> int:
+        """All that counts against a tenant's quota."""
+        mine = tenant + b":"
+        slots = self._memory.states.slots.items()
+        indices = self._memory.index.sessions.items()
+        return (
+            self.sessions.totals[tenant]
+            + self.states.totals[tenant]
+            + self._key_bytes(tenant)
+            + sum(slot.size for name, slot in slots if name.startswith(mine))
+            + sum(index.stored_bytes for name, index in indices if name.startswith(mine))
+        )
+
+    # -- quotas ----------------------------------------------------------------
+
+    def _excess(self, tenant: bytes, nbytes: int) -> int:
+        quota = self._tenants[tenant].quota if tenant else 0
+        return self.stored_bytes(tenant) + nbytes - quota if quota and nbytes > 0 else 0
+
+    def charge(self, tenant: bytes, nbytes: int) -> None:
+        """Raise OutOfMemory where so many bytes more do not fit a tenant's quota."""
+        if self._excess(tenant, nbytes) > 0:
+            raise self._refusal(tenant)
+
+    def _refusal(self, tenant: bytes) -> OutOfMemory:
+        quota = self._tenants[tenant].quota
+        return OutOfMemory(f"the quota of {quota} bytes does not allow this store")
+
+    def fitted(self, tenant: bytes, records: Sequence[Record]) -> list[Record]:
+        """Records of a tenant's command behind those that make room for them.
+
+        Raises OutOfMemory when all its other prefixes are not room enough.
+        """
+        excess = self._excess(tenant, sum(self._added(record) for record in records))
+        if excess <= 0:
+            return list(records)
+        if any(isinstance(record, Change) for record in records):
+            raise self._refusal(tenant)
+        kept = {_lineage(sid) for record in records for sid in _stored_to(record)}
+        leaving: list[Record] = []
+        for group in self._leaving_first(tenant):
+            if excess <= 0:
+                break
+            if _lineage(group) not in kept:
+                effects = drop_namespace(self._store.state, group, "evicted", int(time.time()))
+                excess -= self._freed(effects)
+                leaving += effects
+        if excess > 0:
+            raise self._refusal(tenant)
+        self._store.space.evictions += sum(len(sessions_of(effect)) for effect in leaving)
+        return [*leaving, *records]
+
+    def _leaving_first(self, tenant: bytes) -> Iterator[bytes]:
+        """Namespaces of a tenant, least recently used first, then states without one."""
+        mine = tenant + b":"
+        state = self._store.state
+        order = (s.sid for s in self._store.space.policy.victims(state))
+        groups = (group_of(sid) for sid in order if sid.startswith(mine))
+        alone = (sid for sid in state.states if sid.startswith(mine))
+        return iter(list(dict.fromkeys(chain(groups, alone))))
+
+    def _freed(self, effects: Sequence[Record]) -> int:
+        sessions = (sid for effect in effects for sid in sessions_of(effect))
+        states = (sid for e in effects if isinstance(e, DropStates) for sid in e.sids)
+        return sum(self.sessions.bytes_of.get(sid, 0) for sid in sessions) + sum(
+            self.states.bytes_of.get(sid, 0) for sid in states
+        )
+
+    def _added(self, record: Record) -> int:
+        """Bytes that a record adds to what its owner stores."""
+        state = self._store.state
+        match record:
+            case Rows():
+                session = state.sessions[record.sid]
+                spec, end = session.spec(record.layer), record.start + record.rows
+                layer = session.layers.get(record.layer)
+                covered = layer.covering(record.start, end) if layer else ()
+                hidden = sum(extent.end - extent.start for extent in covered)
+                return (record.rows - hidden) * spec.row_bytes
+            case StoreState():
+                old = state.states.get(record.sid, {}).get(record.layer)
+                return record.length - (old.length if old else 0)
+            case Blocks():
+                return len(record.hashes)
+            case Change():
+                before = self.keys.bytes_of.get(record.keys[0], 0) if record.keys else 0
+                added = growth(self._keyspace.data, record)
+                return added - before if record.verb is Verb.SET else added
+        return 0
+
+    # -- shares of what is fixed -----------------------------------------------
+
+    def check_slot(self, name: bytes) -> None:
+        """Raise CommandError where the owner of a new state slot has its share of them."""
+        owner = owner_of(name, self._tenants)
+        held = sum(owner_of(n, self._tenants) == owner for n in self._memory.states.slots)
+        if held >= max(1, MAX_SLOTS // (len(self._tenants) + 1)):
+            raise CommandError("no free state slot")
+
+    def _index_victim(self, names: Sequence[bytes]) -> bytes:
+        """Whose index leaves, of names in order of use: one of the owner with the most."""
+        counts = Counter(owner_of(name, self._tenants) for name in names)
+        busiest = max(counts, key=lambda owner: counts[owner])
+        return next(name for name in names if owner_of(name, self._tenants) == busiest)
+
+
+def _lineage(sid: bytes) -> bytes:
+    """What sides, states and checkpoints of one namespace have in common."""
+    return group_of(sid).partition(b"@")[0]
+
+
+def _stored_to(record: Record) -> tuple[bytes, ...]:
+    """The sessions that a record stores to."""
+    return (record.sid,) if isinstance(record, (StoreState, Blocks)) else sessions_of(record)
