@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import random
 import shutil
 import signal
 import socket
@@ -30,6 +31,7 @@ from pion_vllm_mlx.cache.connection import RespConnection
 from pion_vllm_mlx.config import child_environment
 
 PAIRS = 9
+PORT_BLOCK = 4
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).resolve().parent / "results"
 DEADLINE_SECONDS = 120.0
@@ -64,16 +66,24 @@ def fresh_folder(parent: Path) -> Iterator[Path]:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago, and so was the one after it, for the binary lane."""
-    while True:
-        with socket.socket() as probe, socket.socket() as after:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-            try:
-                after.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
+    """A port that is free with the three behind it, which a server may take too.
+
+    Below the range from which the system takes ports of outgoing connections.
+    """
+    for base in random.sample(range(12_000, 32_000, PORT_BLOCK), 200):
+        if all(_is_free(base + step) for step in range(PORT_BLOCK)):
+            return base
+    raise SystemExit("no free ports")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
 
 
 def environment() -> dict[str, str]:
