@@ -191,9 +191,6 @@ class PionPromptCache:
     def _new_engine(
         self, key_parts: Mapping[str, str] | None, verify_always: bool, inproc_bytes: int | None
     ) -> Engine:
-        if not callable(self.model):
-            kind = type(self.model).__name__
-            raise ConfigError(f"a model is the first of what mlx_lm.load returns, not a {kind}")
         try:
             from pion_vllm_mlx.cache import inproc
             from pion_vllm_mlx.cache.prompt_cache_engine import Engine, EngineOptions
@@ -202,6 +199,9 @@ class PionPromptCache:
                 f"a model needs the Python module {error.name}, which is not installed: "
                 "pip install 'pion-vllm-mlx[mlx]'"
             ) from error
+        if not callable(self.model):
+            kind = type(self.model).__name__
+            raise ConfigError(f"a model is the first of what mlx_lm.load returns, not a {kind}")
         if inproc_bytes is not None:
             inproc.PROCESS.set_cap(inproc_bytes)
         options = EngineOptions(

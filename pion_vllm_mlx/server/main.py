@@ -210,8 +210,8 @@ async def serve(config: ServerConfig, folder: DataFolder) -> None:
     socket_path = str(config.unixsocket) if config.unixsocket else None
     folder.publish_status(port=server.port, unixsocket=socket_path, version=__version__)
     print(
-        f"pion-server {__version__} ready on {config.address}:{server.port}, "
-        f"data in {config.folder.absolute()}",
+        f"pion-server {__version__}, data in {config.folder.absolute()}, "
+        f"ready on {config.address}:{server.port}",
         flush=True,
     )
     loop = asyncio.get_running_loop()
@@ -243,8 +243,10 @@ async def _stop(
     for connection in list(server.connections.values()):
         connection.close()
     await asyncio.sleep(0)
-    await server.keyspace.close()
-    await server.store.close()
+    try:
+        await server.keyspace.close()
+    finally:
+        await server.store.close()
 
 
 def _run(config: ServerConfig) -> None:
