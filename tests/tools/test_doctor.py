@@ -1,0 +1,142 @@
+"""The doctor says what is damaged and what a repair would do, and changes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pion_vllm_mlx import cli
+from pion_vllm_mlx.tools import doctor
+from tests.conftest import RunningServer, running_server
+from tests.recovery.driving import Driver, Options
+from tests.recovery.material import noise, store_all
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store with a saved prefix, and one that is in the logs alone."""
+    where = tmp_path / "data"
+    where.mkdir()
+    with Driver(where) as driver:
+        store_all(driver, "saved")
+        driver.ask("KV.PREFIX.SAVE")
+        store_all(driver, "logged")
+    return where
+
+
+def image(folder: Path) -> dict[str, tuple[bytes, int, int]]:
+    """Every file's bytes, mode and time of change."""
+    return {
+        str(path.relative_to(folder)): (
+            path.read_bytes() if path.is_file() else b"",
+            path.stat().st_mode,
+            path.stat().st_mtime_ns,
+        )
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def examine(folder: Path, *flags: str) -> int:
+    """The exit code; the folder is as it was."""
+    before = image(folder)
+    code = cli.main(["doctor", "--dir", str(folder), *flags])
+    assert image(folder) == before
+    return code
+
+
+def flip(path: Path, at: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_sound_folder_is_told_and_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert examine(folder) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("sound\n") and "damaged" not in out
+    assert "2 prefixes, 0 of them with a completion record" in out
+    assert "saved: " in out and "logged: " in out
+
+
+def test_a_flipped_row_is_found_only_by_reading(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = noise(("saved_pk", 1, 0, 600), 600 * 128)
+    segment = next(
+        path for path in (folder / "pion.segments.0").iterdir() if rows[:64] in path.read_bytes()
+    )
+    flip(segment, segment.read_bytes().index(rows[:64]))
+    assert examine(folder, "--quick") == 0
+    assert examine(folder) == 1
+    out = capsys.readouterr().out
+    assert "saved_pk" in out and "checksum of rows is wrong" in out
+    assert "saved_pk is dropped with its prefix" in out
+
+
+def test_a_missing_segment_is_found_without_reading(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (folder / "pion.segments.0").iterdir():
+        path.unlink()
+    assert examine(folder, "--quick") == 1
+    out = capsys.readouterr().out
+    assert "missing on disk" in out and "is dropped" in out
+
+
+@pytest.mark.parametrize("name", ["pion.vstore.0", "pion.ssm.0", "pion.vstore.wal.0"])
+def test_what_it_announces_is_what_a_repair_does(folder: Path, name: str) -> None:
+    flip(folder / name, 60)
+    report = doctor.check(folder, quick=True)
+    assert report.damage and any(line.startswith(f"{name} is set aside") for line in report.repairs)
+    left = {prefix.namespace for prefix in report.prefixes}
+    with Driver(folder, Options(salvage=True)) as driver:
+        assert {n.decode() for n in driver.store.state.namespaces()} == left
+    assert any(path.name.startswith(f"{name}.damaged-") for path in folder.iterdir())
+    assert doctor.check(folder, quick=False).damage == []
+
+
+def test_a_torn_end_is_no_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wal = folder / "pion.vstore.wal.0"
+    wal.write_bytes(wal.read_bytes()[:-3])
+    assert examine(folder) == 0
+    out = capsys.readouterr().out
+    assert "torn end" in out and "harmless" in out
+
+
+def test_a_newer_format_is_named_and_left_alone(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from crc32c import crc32c
+
+    path = folder / "pion.vstore.0"
+    content = bytearray(path.read_bytes())
+    content[8:12] = (99).to_bytes(4, "little")
+    content[24:28] = crc32c(bytes(content[:24])).to_bytes(4, "little")
+    path.write_bytes(content)
+    assert examine(folder) == 1
+    assert "format version 99" in capsys.readouterr().out
+
+
+def test_a_folder_in_use_is_not_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_server(tmp_path / "served") as server:
+        assert examine(server.dir) == 1
+        assert "in use by a server" in capsys.readouterr().err
+    assert examine(server.dir) == 0
+
+
+def test_no_server_starts_while_it_looks(folder: Path, tmp_path: Path) -> None:
+    (folder / "pion.lock").touch()
+    server = RunningServer(1, folder)
+    with doctor.not_in_use(folder), pytest.raises(RuntimeError, match="in use"):
+        server.start()
+
+
+def test_what_is_no_store_is_said_to_be_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert examine(tmp_path) == 0
+    assert "no files of a store" in capsys.readouterr().out
+    assert cli.main(["doctor", "--dir", str(tmp_path / "absent")]) == 1

@@ -1,0 +1,145 @@
+"""stats and explain against a real server: their numbers are the server's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+
+from pion_vllm_mlx import cli
+from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, CompletionRecord, Run
+from pion_vllm_mlx.tools.store_access import duration_text, size_text
+from tests.conftest import RunningServer, running_server
+from tests.server.wire import Wire
+
+ROW = bytes(16)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    with running_server(tmp_path_factory.mktemp("stats") / "data") as one:
+        yield one
+
+
+@pytest.fixture
+def url(server: RunningServer) -> str:
+    return f"tcp://127.0.0.1:{server.port}"
+
+
+def record(tokens: int) -> bytes:
+    """A completion record over two runs of fp32 rows."""
+    runs = [Run(0, side, 0, 2, "fp32", "NHD", crc32c(ROW * 2)) for side in ("k", "v")]
+    leaf = {"k": 4, "v": 4, "heads": 1, "format": "fp32"}
+    identity = {"weights": "abcd", "format": "native", "args": {"layers": 1}}
+    slots = [{"class": "KVCache", "slot": 0, "offset": 2}]
+    ids = np.arange(100, 100 + tokens, dtype=np.uint32)
+    return CompletionRecord(identity, ids, slots, [leaf], runs, prefill_ms=12.4).encode()
+
+
+def store(wire: Wire, ns: str, *, complete: bool) -> None:
+    wire.ok("KV.PREFIX.REGISTER", ns, 4, "fp32", "PREFILL_MS", 1500)
+    for side in ("_pk", "_pv"):
+        wire.ok("V.STOREBATCH", ns + side, 0, 0, 2, ROW * 2)
+    if complete:
+        wire.ok("SSM.PREFIX.STORE", ns, COMPLETION_LAYER, record(20))
+
+
+def test_stats_shows_the_receipt_and_what_is_held(
+    server: RunningServer, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Wire.tcp(server.port) as wire:
+        wire.ask("PION.STATS", "RESET")
+        store(wire, "held", complete=True)
+        assert [wire.ask("KV.PREFIX.LOOKUP", "held") for _ in range(3)] == ["HIT"] * 3
+        assert wire.ask("KV.PREFIX.LOOKUP", "absent") == "MISS"
+        wire.ok("SET", "key", "value")
+    assert cli.main(["stats", "--url", url]) == 0
+    out = capsys.readouterr().out
+    assert "3 hits, 1 misses, 75.0 % hits" in out
+    assert "4.5 s avoided, 4.5 s of it measured" in out
+    assert f"process {server.pid}" in out and "sessions 2 of at most 256" in out
+    assert "64 bytes of rows" in out and "keys      1" in out
+
+
+def test_stats_as_json_has_every_number_and_watch_repeats(
+    url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["stats", "--url", url, "--json", "--watch", "0.01", "--count", "3"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(lines) == 3
+    assert {"kvprefix_hits", "vstore_disk_bytes", "connected_clients"} <= set(lines[0])
+    commands = [int(line["total_commands_processed"]) for line in lines]
+    assert commands == sorted(set(commands))
+
+
+def test_stats_of_a_server_without_prefixes_still_works(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with running_server(tmp_path / "data") as server, Wire.tcp(server.port):
+        place = f"unix://{server.dir}/s"
+        server.restart("--unixsocket", str(server.dir / "s"))
+        assert cli.main(["stats", "--url", place]) == 0
+    assert f"at {place}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["stats"], ["explain", "x"]])
+def test_no_server_is_one_line_that_says_what_helps(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, "--url", "tcp://127.0.0.1:1"]) == 1
+    err = capsys.readouterr().err
+    assert 'start "pion-server --kvcache"' in err and len(err.splitlines()) == 1
+    # looking at a folder starts no server in it
+    assert cli.main([*command, "--url", f"embedded://{tmp_path}"]) == 1
+    assert "no server runs on" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_explain_says_why_and_exits_by_it(
+    server: RunningServer, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Wire.tcp(server.port) as wire:
+        store(wire, "whole", complete=True)
+        store(wire, "half", complete=False)
+        wire.ask("PION.STATS", "RESET")
+    assert cli.main(["explain", "whole", "--url", url]) == 0
+    out = capsys.readouterr().out
+    assert "whole: lookup is a hit" in out and "complete: 20 tokens, 1 KVCache" in out
+    assert "ids      100 101" in out and "weights: abcd" in out and "2 runs fp32" in out
+    assert cli.main(["explain", "half", "--url", url]) == 1
+    assert "no completion record" in capsys.readouterr().out
+    assert cli.main(["explain", "nobody", "--url", url, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["reason"]) == ("miss", "never registered here")
+    with Wire.tcp(server.port) as wire:
+        receipt = wire.info("INFO", "pion")
+        assert receipt["kvprefix_hits"] == receipt["kvprefix_misses"] == "0"
+
+
+def test_explain_names_a_damaged_record(
+    server: RunningServer, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Wire.tcp(server.port) as wire:
+        store(wire, "spoilt", complete=False)
+        wire.ok("SSM.PREFIX.STORE", "spoilt", COMPLETION_LAYER, record(20)[:-1] + b"x")
+    assert cli.main(["explain", "spoilt", "--url", url]) == 1
+    assert "checksum does not match" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (999, "999 bytes"), (1500, "1.5 kB"), (12_340_000, "12.3 MB")],
+)
+def test_sizes_read_well(count: float, text: str) -> None:
+    assert size_text(count) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(3, "3 s"), (600, "10 min"), (11_100, "3 h 5 min"), (400_000, "4 d 15 h")]
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration_text(seconds) == text
