@@ -9,13 +9,13 @@ from pion_vllm_mlx.server.session import Client, ServerConfig
 
 
 class Patience:
-    """Watches one connection; asked once in a while."""
+    """Watches one connection, from now on; asked once in a while."""
 
     def __init__(self, config: ServerConfig, client: Client) -> None:
         self._config = config
         self._client = client
         self._seen: tuple[int, int] = (0, 0)
-        self._since = 0.0
+        self._since = asyncio.get_running_loop().time()
 
     def idle(self, now: float, progress: float) -> bool:
         """Whether nothing was asked, and nothing has come, for the idle time."""
