@@ -104,6 +104,19 @@ def test_storing_the_same_rows_again_costs_nothing(start: Start) -> None:
         assert held(a, ["one", "two"]) == ["one", "two"]
 
 
+def test_a_prefix_that_grows_does_not_throw_itself_out(start: Start) -> None:
+    server = start()
+    with user(server, "a", "pa") as a:
+        for name in ("old", "new"):
+            assert store(a, name, 200) == ["OK", "OK"]
+        # the one that was used least recently is the one that is written
+        more = bytes(200 * 2 * WIDTH)
+        assert a.ask("V.STOREBATCH", "old_pk", 0, 200, 200, more, "FMT", "F16") == "OK"
+        a.ok("SSM.PREFIX.STORE", "old@64", 0, bytes(100 << 10))
+        assert held(a, ["old", "new"]) == ["old"]
+        assert b"layer_0_tokens:400\r\n" in a.ask("V.INFO", "old_pk")
+
+
 def test_states_count_and_leave_with_their_namespace(start: Start) -> None:
     server = start()
     with user(server, "a", "pa") as a:
