@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from pion_vllm_mlx.errors import CommandError
-from pion_vllm_mlx.server.store.compaction import MERGE_RUNS
+from pion_vllm_mlx.server.store.compaction import MERGE_RUNS, Job
 from pion_vllm_mlx.server.store.index import InSegment
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
 from tests.recovery.broken import content_of
@@ -270,6 +273,32 @@ def test_what_is_stored_while_a_copy_is_made_wins(folder: Path) -> None:
         tidy(driver)
         assert driver.store.counters.damaged == 0
         assert Model.of(driver.content()) == model
+        open_sealed(driver)
+    assert Model.of(content_of(folder)) == model
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_rows_that_came_after_the_copy_was_made_win(folder: Path, layer: int) -> None:
+    newer = rows("a_pk", layer, 20, 30, WIDE)
+    with Driver(folder) as driver:
+        model = Model.of(half_dead(driver)).after(newer)
+        model = model.after(state("a", 0, 300_000, salt=1))
+        driver.ask(*state("a", 0, 300_000))
+        driver.ask(*state("a", 1, 900_000))
+        driver.ask("SSM.PREFIX.DROP", "a", 1)
+        real, written = driver.store.run, []
+
+        async def run(work: Callable[[], Any]) -> Any:
+            result = await real(work)
+            if getattr(work, "__func__", None) is Job.carry_out and not written:
+                written.append(work)
+                await driver._ask(newer)
+                await driver._ask(state("a", 0, 300_000, salt=1))
+            return result
+
+        with mock.patch.object(driver.store, "run", run):
+            tidy(driver)
+        assert written and Model.of(driver.content()) == model
         open_sealed(driver)
     assert Model.of(content_of(folder)) == model
 

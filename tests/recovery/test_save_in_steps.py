@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store import saving
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
+from pion_vllm_mlx.server.store.state import State
 from tests.recovery.broken import SSM_WAL, VSTORE_WAL, boundaries, content_of
 from tests.recovery.driving import Content, Driver, Options, Word
 from tests.recovery.faults import failing
@@ -122,6 +126,34 @@ def test_a_save_at_once_waits_for_one_in_steps_and_leaves_nothing_behind(folder:
         driver.loop.run_until_complete(both())
         expected = driver.content()
         assert logs(folder) == 0
+    assert content_of(folder) == expected
+
+
+def test_an_older_snapshot_never_replaces_a_newer_one(folder: Path) -> None:
+    with Driver(folder) as driver:
+        small_logs(driver)
+        store_all(driver, "a")
+        real, others, copied = driver.store.run, [], []
+
+        async def run(work: Callable[[], Any]) -> Any:
+            if copied and not others:
+                # the index is copied: a store, and a SAVE that would overtake if it could
+                await driver._ask(rows("a_pk", 0, 3, 4))
+                others.append(asyncio.ensure_future(driver._ask(("KV.PREFIX.SAVE",))))
+                await asyncio.wait(others, timeout=0.5)
+            result = await real(work)
+            if isinstance(result, State):
+                copied.append(result)
+            return result
+
+        async def both() -> None:
+            await driver.store.save_in_steps()
+            await asyncio.gather(*others)
+
+        with mock.patch.object(driver.store, "run", run):
+            driver.loop.run_until_complete(both())
+        expected = driver.content()
+        assert others and logs(folder) == 0
     assert content_of(folder) == expected
 
 
