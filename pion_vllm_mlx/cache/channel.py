@@ -36,8 +36,8 @@ class Address:
     path: str | None = None
 
     def __post_init__(self) -> None:
-        if self.path is None and not 0 < self.port < 65536:
-            raise ConfigError(f"{self.port} is no port")
+        if self.path is None and not (isinstance(self.port, int) and 0 < self.port < 65536):
+            raise ConfigError(f"{self.port!r} is no port")
 
     def __str__(self) -> str:
         return self.path if self.path is not None else f"{self.host}:{self.port}"

@@ -20,16 +20,28 @@ class Prefilled(NamedTuple):
     elapsed_ms: float
 
 
+def check_vocabulary(model: Any, ids: TokenIds) -> None:
+    """Raises ValueError for an id the model has no embedding of: MLX would read outside of it."""
+    args = getattr(model, "args", None)
+    text = getattr(args, "text_config", None)
+    sizes = [getattr(args, "vocab_size", None)]
+    sizes.append(text.get("vocab_size") if isinstance(text, dict) else None)
+    known = [size for size in sizes if isinstance(size, int)]
+    if known and int(ids.max()) >= max(known):
+        raise ValueError(f"token id {int(ids.max())} is beyond the vocabulary of {max(known)}")
+
+
 def prefill(
     model: Any, ids: TokenIds, *, chunk_tokens: int | None = None, cache: list[Any] | None = None
 ) -> Prefilled:
     """Runs ``ids`` through the model and evaluates every layer of its cache.
 
     A given ``cache`` is extended in place. The logits are never computed: nothing
-    evaluates them.
+    evaluates them. Raises ValueError for ids beyond the model's vocabulary.
     """
     from mlx_lm.models.cache import make_prompt_cache
 
+    check_vocabulary(model, ids)
     started = time.perf_counter()
     entries: list[Any] = make_prompt_cache(model) if cache is None else cache
     step = chunk_tokens or DEFAULT_CHUNK_TOKENS

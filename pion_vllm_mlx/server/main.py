@@ -97,9 +97,12 @@ async def _listen(server: Server) -> list[asyncio.Server]:
         server.tls_port = tls.sockets[0].getsockname()[1]
     if config.kvcache and not config.embedded:
         port = config.port + 1 if config.port else 0
-        lane = await loop.create_server(
-            lambda: BinaryConnection(server), config.address, port, backlog=1024
-        )
+        try:
+            lane = await loop.create_server(
+                lambda: BinaryConnection(server), config.address, port, backlog=1024
+            )
+        except OSError as error:
+            raise OSError(f"the binary lane needs the port after -p, {port}: {error}") from error
         listeners.append(lane)
         server.binary_port = lane.sockets[0].getsockname()[1]
     if config.unixsocket is not None:

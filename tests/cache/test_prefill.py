@@ -45,3 +45,9 @@ def test_chunks_are_as_long_as_asked_for() -> None:
 
     module.prefill(Recording(), as_ids(token_ids(10)), chunk_tokens=4)
     assert seen == [(1, 4), (1, 4), (1, 2)]
+
+
+def test_an_id_beyond_the_vocabulary_is_refused_before_mlx_reads_outside_of_it() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="beyond the vocabulary"):
+        module.prefill(model, as_ids([1, 10**9]))
