@@ -1,4 +1,4 @@
-# make demo | make test | make lint | make test-mlx-lm-0.31 | make clean
+# make demo | make test | make lint | make docs | make test-mlx-lm-0.31 | make clean
 # Each makes the virtual environment it needs; nothing outside this folder is changed.
 
 # The first interpreter that is new enough: on a Mac plain python3 may be too old.
@@ -18,7 +18,7 @@ RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS),)
 ARGS ?=
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
-.PHONY: demo test lint pytest test-mlx-lm-0.31 clean
+.PHONY: demo test lint pytest docs test-mlx-lm-0.31 clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -32,6 +32,10 @@ lint: $(VENV)/.dev
 
 pytest: $(VENV)/.dev
 	$(RUN) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+# The manual of the commands, from their table.
+docs: $(VENV)/.dev
+	$(VENV)/bin/python -m pion_vllm_mlx.server.command_docs docs/commands.md
 
 # The cache classes of mlx-lm changed in 0.32: what touches them runs under the older one too.
 test-mlx-lm-0.31: $(OLD_VENV)/.dev

@@ -55,6 +55,7 @@ class Command:
     ``keyspace``: works on plain keys, one in ``key_step`` arguments; what it writes goes
     to their log. ``at_once``: is not queued by MULTI. ``tenant``: a tenant may use it, on its
     own keys; everything else is refused to tenants.
+    ``syntax``: the words behind the name, as ``command_syntax`` reads them.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Command:
     key_step: int = 1
     at_once: bool = False
     tenant: bool = False
+    syntax: str = ""
 
     @property
     def group(self) -> str:

@@ -13,6 +13,7 @@ from pion_vllm_mlx.errors import (
 )
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import TABLE, Command, Reply, command
+from pion_vllm_mlx.server.command_syntax import documented, parse
 from pion_vllm_mlx.server.commands.server_info import REDIS_VERSION
 from pion_vllm_mlx.server.memory_limit import limit
 from pion_vllm_mlx.server.session import Client, Context
@@ -22,19 +23,19 @@ from pion_vllm_mlx.wire.resp import Arg, Map, Simple, Value
 OK = Simple("OK")
 
 
-@command("PING", -1, "Answers PONG, or the given message.", tenant=True)
+@command("PING", -1, "Answers PONG, or the given message.", syntax="[message]", tenant=True)
 def ping(context: Context, args: list[Arg]) -> Reply:
     if len(args) > 2:
         raise CommandError("wrong number of arguments for 'ping' command")
     return arguments.word(args[1]) if len(args) == 2 else Simple("PONG")
 
 
-@command("ECHO", 2, "Answers the given message.", tenant=True)
+@command("ECHO", 2, "Answers the given message.", syntax="message", tenant=True)
 def echo(context: Context, args: list[Arg]) -> Reply:
     return arguments.word(args[1])
 
 
-@command("SELECT", 2, "Selects database 0, the only one.", tenant=True)
+@command("SELECT", 2, "Selects database 0, the only one.", syntax="database", tenant=True)
 def select(context: Context, args: list[Arg]) -> Reply:
     if arguments.word(args[1]) != b"0":
         raise CommandError("DB index is out of range")
@@ -52,7 +53,7 @@ def _authenticate(context: Context, user: bytes, password: bytes) -> None:
     client.authenticated, client.tenant = True, tenant
 
 
-@command("AUTH", -2, "Authenticates the connection.", no_auth=True)
+@command("AUTH", -2, "Authenticates the connection.", syntax="[user] password", no_auth=True)
 def auth(context: Context, args: list[Arg]) -> Reply:
     if len(args) > 3:
         raise CommandError("wrong number of arguments for 'auth' command")
@@ -66,7 +67,13 @@ def auth(context: Context, args: list[Arg]) -> Reply:
     return OK
 
 
-@command("HELLO", -1, "Selects the protocol version; may authenticate.", no_auth=True)
+@command(
+    "HELLO",
+    -1,
+    "Selects the protocol version; may authenticate.",
+    syntax="[proto [AUTH user password] [SETNAME name]]",
+    no_auth=True,
+)
 def hello(context: Context, args: list[Arg]) -> Reply:
     client = context.client
     proto = client.proto
@@ -134,7 +141,14 @@ def _printable(name: bytes) -> bytes:
     return name
 
 
-@command("CLIENT", -2, "Names and lists connections.", tenant=True)
+@command(
+    "CLIENT",
+    -2,
+    "Names and lists connections.",
+    syntax="(ID|GETNAME|SETNAME name|SETINFO (LIB-NAME|LIB-VER) text|INFO|LIST|NO-EVICT "
+    "(ON|OFF)|NO-TOUCH (ON|OFF))",
+    tenant=True,
+)
 def client(context: Context, args: list[Arg]) -> Reply:
     me = context.client
     words = [arguments.word(arg) for arg in args[1:]]
@@ -179,10 +193,12 @@ def _doc(entry: Command) -> Map:
     ]
     if entry.extension:
         pairs.append(("doc_flags", ["extension"]))
+    if entry.syntax:
+        pairs.append(("arguments", documented(parse(entry.syntax))))
     return Map(pairs)
 
 
-@command("COMMAND", -1, "The command table.")
+@command("COMMAND", -1, "The command table.", syntax="[COUNT|DOCS [name...]|INFO [name...]]")
 def command_table(context: Context, args: list[Arg]) -> Reply:
     words = [arguments.word(arg).upper() for arg in args[1:]]
     if not words:
@@ -198,7 +214,12 @@ def command_table(context: Context, args: list[Arg]) -> Reply:
     raise CommandError(f"unknown subcommand '{words[0][:64].decode('utf-8', 'replace')}'")
 
 
-@command("CONFIG", -2, "Reads settings; sets maxmemory.")
+@command(
+    "CONFIG",
+    -2,
+    "Reads settings; sets maxmemory.",
+    syntax="(GET pattern...|SET parameter text)",
+)
 def config(context: Context, args: list[Arg]) -> Reply:
     words = [arguments.word(arg) for arg in args[1:]]
     if [word.lower() for word in words[:2]] == [b"set", b"maxmemory"] and len(words) == 3:
@@ -246,7 +267,7 @@ def reset(context: Context, args: list[Arg]) -> Reply:
     return Simple("RESET")
 
 
-@command("SHUTDOWN", -1, "Stops the server; everything acknowledged stays.")
+@command("SHUTDOWN", -1, "Stops the server; everything acknowledged stays.", syntax="[NOSAVE|SAVE]")
 def shutdown(context: Context, args: list[Arg]) -> Reply:
     arguments.options(args[1:], {"NOSAVE": 0, "SAVE": 0}, "SHUTDOWN")
     context.server.stopping.set()
@@ -263,7 +284,7 @@ async def save(context: Context, args: list[Arg]) -> Reply:
     return OK
 
 
-@command("BGSAVE", -1, "As SAVE.")
+@command("BGSAVE", -1, "As SAVE.", syntax="[SCHEDULE]")
 async def bgsave(context: Context, args: list[Arg]) -> Reply:
     await save(context, args)
     return Simple("Background saving started")

@@ -192,6 +192,7 @@ def _write(request: ExportRequest, path: Path) -> int:
     "V.EXPORT",
     -8,
     "Writes rows of both sides to a safetensors file; its path.",
+    syntax="k_sid v_sid start end n_layers n_heads head_dim [FMT STORED]",
     kvcache=True,
     keys=(1, 2),
 )

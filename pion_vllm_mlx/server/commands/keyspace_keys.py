@@ -34,29 +34,29 @@ def _delete(context: Context, args: list[Arg]) -> Effect:
     return Effect([change(Verb.DELETE, *there)] if there else [], len(there))
 
 
-@writes("DEL", -2, "Removes keys; how many there were.", keys=(1, -1))
+@writes("DEL", -2, "Removes keys; how many there were.", syntax="key...", keys=(1, -1))
 def delete(context: Context, args: list[Arg]) -> Effect:
     return _delete(context, args)
 
 
-@writes("UNLINK", -2, "As DEL.", keys=(1, -1))
+@writes("UNLINK", -2, "As DEL.", syntax="key...", keys=(1, -1))
 def unlink(context: Context, args: list[Arg]) -> Effect:
     return _delete(context, args)
 
 
-@reads("EXISTS", -2, "How many of the keys are there.", keys=(1, -1))
+@reads("EXISTS", -2, "How many of the keys are there.", syntax="key...", keys=(1, -1))
 def exists(context: Context, args: list[Arg]) -> Reply:
     view = context.keys
     return sum(1 for arg in args[1:] if view.entry(word(arg)) is not None)
 
 
-@reads("TYPE", 2, "The kind of a key's value, or none.")
+@reads("TYPE", 2, "The kind of a key's value, or none.", syntax="key")
 def type_of(context: Context, args: list[Arg]) -> Reply:
     entry = context.keys.entry(word(args[1]))
     return Simple("none" if entry is None else kind_of(entry.value))
 
 
-@writes("RENAME", 3, "Gives a key another name.", keys=(1, 2))
+@writes("RENAME", 3, "Gives a key another name.", syntax="key new_key", keys=(1, 2))
 def rename(context: Context, args: list[Arg]) -> Effect:
     old, new = word(args[1]), word(args[2])
     if context.keys.entry(old) is None:
@@ -112,17 +112,22 @@ def _expire(context: Context, args: list[Arg], unit_ms: int, name: str) -> Effec
     return Effect(deadline_changes(key, deadline, view.now), 1)
 
 
-@writes("EXPIRE", -3, "Ends a key after so many seconds.")
+@writes("EXPIRE", -3, "Ends a key after so many seconds.", syntax="key seconds [NX|XX] [GT|LT]")
 def expire(context: Context, args: list[Arg]) -> Effect:
     return _expire(context, args, 1000, "expire")
 
 
-@writes("PEXPIRE", -3, "Ends a key after so many milliseconds.")
+@writes(
+    "PEXPIRE",
+    -3,
+    "Ends a key after so many milliseconds.",
+    syntax="key milliseconds [NX|XX] [GT|LT]",
+)
 def pexpire(context: Context, args: list[Arg]) -> Effect:
     return _expire(context, args, 1, "pexpire")
 
 
-@writes("PERSIST", 2, "Takes a key's deadline away.")
+@writes("PERSIST", 2, "Takes a key's deadline away.", syntax="key")
 def persist(context: Context, args: list[Arg]) -> Effect:
     key = word(args[1])
     entry = context.keys.entry(key)
@@ -140,13 +145,13 @@ def _left_ms(context: Context, key: bytes) -> int:
     return entry.deadline - view.now if entry.deadline else -1
 
 
-@reads("TTL", 2, "Seconds until a key ends; -1: never, -2: no such key.")
+@reads("TTL", 2, "Seconds until a key ends; -1: never, -2: no such key.", syntax="key")
 def ttl(context: Context, args: list[Arg]) -> Reply:
     left = _left_ms(context, word(args[1]))
     return left if left < 0 else (left + 500) // 1000
 
 
-@reads("PTTL", 2, "Milliseconds until a key ends; -1: never, -2: no such key.")
+@reads("PTTL", 2, "Milliseconds until a key ends; -1: never, -2: no such key.", syntax="key")
 def pttl(context: Context, args: list[Arg]) -> Reply:
     return _left_ms(context, word(args[1]))
 
@@ -163,7 +168,7 @@ def _own_names(context: Context) -> Iterator[bytes]:
     return (name[len(mine) :] for name in names if name.startswith(mine))
 
 
-@reads("KEYS", 2, "The keys that match a pattern.", keys=None, tenant=True)
+@reads("KEYS", 2, "The keys that match a pattern.", syntax="pattern", keys=None, tenant=True)
 def keys(context: Context, args: list[Arg]) -> Reply:
     pattern = word(args[1])
     if pattern == b"*":
@@ -182,7 +187,14 @@ def _scanned(context: Context, cursor: int, step: int) -> tuple[int, list[bytes]
     return context.keys.data.scan(cursor, step)
 
 
-@reads("SCAN", -2, "A part of the keys, and the cursor of the next part.", keys=None, tenant=True)
+@reads(
+    "SCAN",
+    -2,
+    "A part of the keys, and the cursor of the next part.",
+    syntax="cursor [MATCH pattern] [COUNT count] [TYPE type]",
+    keys=None,
+    tenant=True,
+)
 def scan(context: Context, args: list[Arg]) -> Reply:
     cursor_text = word(args[1])
     if not cursor_text.isdigit() or not cursor_text.isascii() or int(cursor_text) >= 1 << 64:
@@ -228,11 +240,11 @@ def _flush(args: list[Arg]) -> Effect:
     return Effect([change(Verb.FLUSH)], OK)
 
 
-@writes("FLUSHALL", -1, "Removes every key; prefixes stay.", keys=None)
+@writes("FLUSHALL", -1, "Removes every key; prefixes stay.", syntax="[ASYNC|SYNC]", keys=None)
 def flushall(context: Context, args: list[Arg]) -> Effect:
     return _flush(args)
 
 
-@writes("FLUSHDB", -1, "Removes every key; prefixes stay.", keys=None)
+@writes("FLUSHDB", -1, "Removes every key; prefixes stay.", syntax="[ASYNC|SYNC]", keys=None)
 def flushdb(context: Context, args: list[Arg]) -> Effect:
     return _flush(args)

@@ -32,12 +32,18 @@ def _push(context: Context, args: list[Arg], verb: Verb) -> Effect:
     return Effect([change(verb, key, *items)], len(context.keys.list(key)) + len(items))
 
 
-@writes("RPUSH", -3, "Puts items behind a list's last.", grows=True)
+@writes("RPUSH", -3, "Puts items behind a list's last.", syntax="key item...", grows=True)
 def rpush(context: Context, args: list[Arg]) -> Effect:
     return _push(context, args, Verb.RPUSH)
 
 
-@writes("LPUSH", -3, "Puts items, one by one, before a list's first.", grows=True)
+@writes(
+    "LPUSH",
+    -3,
+    "Puts items, one by one, before a list's first.",
+    syntax="key item...",
+    grows=True,
+)
 def lpush(context: Context, args: list[Arg]) -> Effect:
     return _push(context, args, Verb.LPUSH)
 
@@ -68,17 +74,22 @@ def _pop(context: Context, args: list[Arg], verb: Verb) -> Effect:
     return Effect(changes, items if many else items[0])
 
 
-@writes("LPOP", -2, "Takes a list's first item, or several.")
+@writes("LPOP", -2, "Takes a list's first item, or several.", syntax="key [count]")
 def lpop(context: Context, args: list[Arg]) -> Effect:
     return _pop(context, args, Verb.LPOP)
 
 
-@writes("RPOP", -2, "Takes a list's last item, or several.")
+@writes("RPOP", -2, "Takes a list's last item, or several.", syntax="key [count]")
 def rpop(context: Context, args: list[Arg]) -> Effect:
     return _pop(context, args, Verb.RPOP)
 
 
-@reads("LRANGE", 4, "The items of a list between two places, both included.")
+@reads(
+    "LRANGE",
+    4,
+    "The items of a list between two places, both included.",
+    syntax="key start stop",
+)
 def lrange(context: Context, args: list[Arg]) -> Reply:
     start, stop = integer(args[2]), integer(args[3])
     held = context.keys.list(word(args[1]))
@@ -86,6 +97,6 @@ def lrange(context: Context, args: list[Arg]) -> Reply:
     return sendable(islice(held, chosen.start, max(chosen.start, chosen.stop)))
 
 
-@reads("LLEN", 2, "Number of a list's items.")
+@reads("LLEN", 2, "Number of a list's items.", syntax="key")
 def llen(context: Context, args: list[Arg]) -> Reply:
     return len(context.keys.list(word(args[1])))

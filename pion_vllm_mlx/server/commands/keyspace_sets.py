@@ -22,7 +22,7 @@ from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.wire.resp import Arg, Set, Value
 
 
-@writes("SADD", -3, "Adds members to a set; how many are new.", grows=True)
+@writes("SADD", -3, "Adds members to a set; how many are new.", syntax="key member...", grows=True)
 def sadd(context: Context, args: list[Arg]) -> Effect:
     key = word(args[1])
     held = context.keys.members(key)
@@ -30,7 +30,7 @@ def sadd(context: Context, args: list[Arg]) -> Effect:
     return Effect([change(Verb.SADD, key, *new)] if new else [], len(new))
 
 
-@writes("SREM", -3, "Removes members of a set; how many there were.")
+@writes("SREM", -3, "Removes members of a set; how many there were.", syntax="key member...")
 def srem(context: Context, args: list[Arg]) -> Effect:
     key = word(args[1])
     held = context.keys.members(key)
@@ -38,17 +38,17 @@ def srem(context: Context, args: list[Arg]) -> Effect:
     return Effect([change(Verb.SREM, key, *there)] if there else [], len(there))
 
 
-@reads("SMEMBERS", 2, "Every member of a set.")
+@reads("SMEMBERS", 2, "Every member of a set.", syntax="key")
 def smembers(context: Context, args: list[Arg]) -> Reply:
     return Set(sendable(context.keys.members(word(args[1]))))
 
 
-@reads("SISMEMBER", 3, "Whether a set has a member.")
+@reads("SISMEMBER", 3, "Whether a set has a member.", syntax="key member")
 def sismember(context: Context, args: list[Arg]) -> Reply:
     return int(value(args[2]) in context.keys.members(word(args[1])))
 
 
-@reads("SCARD", 2, "Number of a set's members.")
+@reads("SCARD", 2, "Number of a set's members.", syntax="key")
 def scard(context: Context, args: list[Arg]) -> Reply:
     return len(context.keys.members(word(args[1])))
 
@@ -86,7 +86,13 @@ def _taken(options: set[bytes], current: float | None, new: float) -> bool:
     return not (b"LT" in options and new >= current)
 
 
-@writes("ZADD", -4, "Sets scores of members; how many members are new.", grows=True)
+@writes(
+    "ZADD",
+    -4,
+    "Sets scores of members; how many members are new.",
+    syntax="key [NX|XX] [GT|LT] [CH] (score member)...",
+    grows=True,
+)
 def zadd(context: Context, args: list[Arg]) -> Effect:
     options, rest = _zadd_options(args)
     key = word(args[1])
@@ -105,7 +111,7 @@ def zadd(context: Context, args: list[Arg]) -> Effect:
     return Effect(changes, changed if b"CH" in options else added)
 
 
-@writes("ZREM", -3, "Removes members of a sorted set; how many there were.")
+@writes("ZREM", -3, "Removes members of a sorted set; how many there were.", syntax="key member...")
 def zrem(context: Context, args: list[Arg]) -> Effect:
     key = word(args[1])
     held = context.keys.sorted_set(key).scores
@@ -113,7 +119,12 @@ def zrem(context: Context, args: list[Arg]) -> Effect:
     return Effect([change(Verb.ZREM, key, *there)] if there else [], len(there))
 
 
-@reads("ZRANGE", -4, "Members between two places by score; WITHSCORES, REV.")
+@reads(
+    "ZRANGE",
+    -4,
+    "Members between two places by score; WITHSCORES, REV.",
+    syntax="key start stop [REV] [WITHSCORES]",
+)
 def zrange(context: Context, args: list[Arg]) -> Reply:
     start, stop = integer(args[2]), integer(args[3])
     options = set(keywords(args[4:]))
@@ -134,11 +145,11 @@ def zrange(context: Context, args: list[Arg]) -> Reply:
     return found
 
 
-@reads("ZSCORE", 3, "The score of a member.")
+@reads("ZSCORE", 3, "The score of a member.", syntax="key member")
 def zscore(context: Context, args: list[Arg]) -> Reply:
     return context.keys.sorted_set(word(args[1])).scores.get(value(args[2]))
 
 
-@reads("ZCARD", 2, "Number of a sorted set's members.")
+@reads("ZCARD", 2, "Number of a sorted set's members.", syntax="key")
 def zcard(context: Context, args: list[Arg]) -> Reply:
     return len(context.keys.sorted_set(word(args[1])).scores)

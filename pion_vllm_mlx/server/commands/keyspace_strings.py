@@ -27,12 +27,12 @@ from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.wire.resp import Arg
 
 
-@reads("GET", 2, "The string of a key.")
+@reads("GET", 2, "The string of a key.", syntax="key")
 def get(context: Context, args: list[Arg]) -> Reply | Awaitable[Reply]:
     return long_reply(context, context.keys.string(word(args[1])))
 
 
-@reads("STRLEN", 2, "Bytes of the string of a key.")
+@reads("STRLEN", 2, "Bytes of the string of a key.", syntax="key")
 def strlen(context: Context, args: list[Arg]) -> Reply:
     return len(context.keys.string(word(args[1])) or b"")
 
@@ -78,7 +78,14 @@ def _set_deadline(name: bytes, amount: int, now: int) -> int:
     return deadline_after(now if relative else 0, amount, unit_ms, "set")
 
 
-@writes("SET", -3, "Sets the string of a key.", grows=True)
+@writes(
+    "SET",
+    -3,
+    "Sets the string of a key.",
+    syntax="key value [NX|XX] [GET] [EX seconds|PX milliseconds|EXAT unix_seconds|PXAT "
+    "unix_milliseconds|KEEPTTL]",
+    grows=True,
+)
 def set_string(context: Context, args: list[Arg]) -> Effect:
     view = context.keys
     key = word(args[1])
@@ -98,7 +105,13 @@ def set_string(context: Context, args: list[Arg]) -> Effect:
     return Effect(changes, old if chosen.get else OK)
 
 
-@writes("SETNX", 3, "Sets a key that is not there; 1 if it was not.", grows=True)
+@writes(
+    "SETNX",
+    3,
+    "Sets a key that is not there; 1 if it was not.",
+    syntax="key value",
+    grows=True,
+)
 def setnx(context: Context, args: list[Arg]) -> Effect:
     key = word(args[1])
     if context.keys.entry(key) is not None:
@@ -106,7 +119,13 @@ def setnx(context: Context, args: list[Arg]) -> Effect:
     return Effect([change(Verb.SET, key, value(args[2]))], 1)
 
 
-@writes("SETEX", 4, "Sets a key that ends after so many seconds.", grows=True)
+@writes(
+    "SETEX",
+    4,
+    "Sets a key that ends after so many seconds.",
+    syntax="key seconds value",
+    grows=True,
+)
 def setex(context: Context, args: list[Arg]) -> Effect:
     key, seconds, now = word(args[1]), integer(args[2]), context.keys.now
     if seconds <= 0:
@@ -116,7 +135,7 @@ def setex(context: Context, args: list[Arg]) -> Effect:
     return Effect(changes, OK)
 
 
-@reads("MGET", -2, "The strings of several keys.", keys=(1, -1))
+@reads("MGET", -2, "The strings of several keys.", syntax="key...", keys=(1, -1))
 def mget(context: Context, args: list[Arg]) -> Reply:
     entries = [context.keys.entry(word(arg)) for arg in args[1:]]
     return sendable(
@@ -125,7 +144,15 @@ def mget(context: Context, args: list[Arg]) -> Reply:
     )
 
 
-@writes("MSET", -3, "Sets several strings at once.", keys=(1, -1), key_step=2, grows=True)
+@writes(
+    "MSET",
+    -3,
+    "Sets several strings at once.",
+    syntax="(key value)...",
+    keys=(1, -1),
+    key_step=2,
+    grows=True,
+)
 def mset(context: Context, args: list[Arg]) -> Effect:
     if len(args) % 2 == 0:
         raise wrong_arity("mset")
@@ -133,7 +160,7 @@ def mset(context: Context, args: list[Arg]) -> Effect:
     return Effect([change(Verb.SET, word(key), value(data)) for key, data in pairs], OK)
 
 
-@writes("APPEND", 3, "Lengthens the string of a key.", grows=True)
+@writes("APPEND", 3, "Lengthens the string of a key.", syntax="key value", grows=True)
 def append(context: Context, args: list[Arg]) -> Effect:
     key, more = word(args[1]), value(args[2])
     length = len(context.keys.string(key) or b"") + len(more)
@@ -161,22 +188,22 @@ def _increased(context: Context, key: bytes, by: int) -> Effect:
     return Effect(_replaced(key, b"%d" % number, context.keys.entry(key)), number)
 
 
-@writes("INCR", 2, "Adds one to the number of a key.", grows=True)
+@writes("INCR", 2, "Adds one to the number of a key.", syntax="key", grows=True)
 def incr(context: Context, args: list[Arg]) -> Effect:
     return _increased(context, word(args[1]), 1)
 
 
-@writes("DECR", 2, "Takes one from the number of a key.", grows=True)
+@writes("DECR", 2, "Takes one from the number of a key.", syntax="key", grows=True)
 def decr(context: Context, args: list[Arg]) -> Effect:
     return _increased(context, word(args[1]), -1)
 
 
-@writes("INCRBY", 3, "Adds to the number of a key.", grows=True)
+@writes("INCRBY", 3, "Adds to the number of a key.", syntax="key amount", grows=True)
 def incrby(context: Context, args: list[Arg]) -> Effect:
     return _increased(context, word(args[1]), integer(args[2]))
 
 
-@writes("DECRBY", 3, "Takes from the number of a key.", grows=True)
+@writes("DECRBY", 3, "Takes from the number of a key.", syntax="key amount", grows=True)
 def decrby(context: Context, args: list[Arg]) -> Effect:
     amount = integer(args[2])
     if -amount not in INT64:

@@ -42,7 +42,14 @@ def discard(context: Context, args: list[Arg]) -> Reply:
     return OK
 
 
-@reads("WATCH", -2, "EXEC refuses once one of the keys has changed.", keys=(1, -1), at_once=True)
+@reads(
+    "WATCH",
+    -2,
+    "EXEC refuses once one of the keys has changed.",
+    syntax="key...",
+    keys=(1, -1),
+    at_once=True,
+)
 def watch(context: Context, args: list[Arg]) -> Reply:
     if context.client.transaction is not None:
         raise CommandError("WATCH inside MULTI is not allowed")

@@ -75,6 +75,8 @@ def same_schema(session: Session, record: Create) -> bool:
     "KV.PREFIX.REGISTER",
     -4,
     "Creates the K and V sessions of a namespace.",
+    syntax="ns kv_dim format [BLOCKS block_size count hashes] [PREFILL_MS ms] [HEADS heads] "
+    "[LEAVES json]",
     write=True,
     kvcache=True,
     keys=(1, 1),
@@ -135,6 +137,7 @@ def _missing(context: Context, creates: list[Create]) -> list[Record]:
     "KV.PREFIX.LOOKUP",
     -2,
     "Whether both sides of a namespace exist; credits the value receipt.",
+    syntax="ns [TOKENS tokens] [PREFILL_MS ms]",
     kvcache=True,
     keys=(1, 1),
     tenant=True,
@@ -161,6 +164,7 @@ def kv_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
     "KV.PREFIX.DROP",
     -2,
     "Frees namespaces: rows and recurrent states.",
+    syntax="ns...",
     write=True,
     kvcache=True,
     keys=(1, -1),
@@ -209,7 +213,13 @@ def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
     return "".join(f"{name}:{value}\r\n" for name, value in fields.items())
 
 
-@command("KV.PREFIX.SAVE", -1, "Writes the snapshots and truncates the logs.", kvcache=True)
+@command(
+    "KV.PREFIX.SAVE",
+    -1,
+    "Writes the snapshots and truncates the logs.",
+    syntax="[path]",
+    kvcache=True,
+)
 async def kv_prefix_save(context: Context, args: list[Arg]) -> Reply:
     if len(args) > 2:
         raise CommandError("wrong number of arguments for 'kv.prefix.save' command")
@@ -264,6 +274,7 @@ def _side(session: Session | None) -> dict[str, object]:
     "KV.PREFIX.EXPLAIN",
     2,
     "Why a lookup hits or misses, as JSON.",
+    syntax="ns",
     kvcache=True,
     keys=(1, 1),
     tenant=True,

@@ -30,6 +30,7 @@ def _holds(context: Context, namespace: bytes, rows: int) -> bool:
     "KV.PREFIX.LONGEST",
     3,
     "The longest stored prefix of a prompt in a lineage index: length, namespace, position.",
+    syntax="index token_blob",
     kvcache=True,
     extension=True,
 )

@@ -35,6 +35,7 @@ def _threshold(arg: Arg) -> float:
     "KV.STORE",
     -4,
     "Keeps a blob under an embedding.",
+    syntax="id embedding blob [TTL ttl] [MODEL model]",
     grows=True,
     long_arguments=True,
 )
@@ -52,7 +53,12 @@ def kv_store(context: Context, args: list[Arg]) -> Reply:
     return OK
 
 
-@command("KV.FETCH", -2, "The blob whose embedding is nearest, if it is near enough.")
+@command(
+    "KV.FETCH",
+    -2,
+    "The blob whose embedding is nearest, if it is near enough.",
+    syntax="embedding [THRESHOLD cosine] [MODEL model]",
+)
 async def kv_fetch(context: Context, args: list[Arg]) -> Reply:
     vector = embedding(arguments.word(args[1]))
     given = arguments.options(args[2:], {"THRESHOLD": 1, "MODEL": 1}, "KV.FETCH")

@@ -62,6 +62,7 @@ def describe(sessions: list[Session]) -> dict[str, Any]:
     "KV.PREFIX.MAP",
     2,
     "Seals a namespace and says which files hold its rows, as JSON.",
+    syntax="ns",
     kvcache=True,
     keys=(1, 1),
     extension=True,

@@ -135,7 +135,7 @@ def section_text(title: str, pairs: list[tuple[str, object]]) -> str:
     return f"# {title}\r\n" + "".join(f"{name}:{value}\r\n" for name, value in pairs)
 
 
-@command("INFO", -1, "The server in numbers.", tenant=True)
+@command("INFO", -1, "The server in numbers.", syntax="[section...]", tenant=True)
 def info(context: Context, args: list[Arg]) -> Reply:
     wanted = {arguments.word(arg).decode("latin-1").lower() for arg in args[1:]}
     everything = not wanted or wanted & {"all", "everything", "default"}
@@ -151,7 +151,7 @@ def info(context: Context, args: list[Arg]) -> Reply:
     return "\r\n".join(sections)
 
 
-@command("PION.STATS", -1, "The value receipt of this worker; RESET zeroes it.")
+@command("PION.STATS", -1, "The value receipt of this worker; RESET zeroes it.", syntax="[RESET]")
 def pion_stats(context: Context, args: list[Arg]) -> Reply:
     server = context.server
     if len(args) == 2 and arguments.word(args[1]).upper() == b"RESET":

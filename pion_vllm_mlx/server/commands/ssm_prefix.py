@@ -118,6 +118,7 @@ async def _from_memory(
     "SSM.PREFIX.STORE",
     -4,
     "Stores opaque bytes under a session and layer.",
+    syntax="sid layer blob [CRC crc32c]",
     write=True,
     keys=(1, 1),
     tenant=True,
@@ -147,7 +148,12 @@ async def _verified(context: Context, sid: bytes, blob: StateBlob) -> bool:
 
 
 @command(
-    "SSM.PREFIX.FETCH", 3, "The bytes stored under a session and layer.", keys=(1, 1), tenant=True
+    "SSM.PREFIX.FETCH",
+    3,
+    "The bytes stored under a session and layer.",
+    syntax="sid layer",
+    keys=(1, 1),
+    tenant=True,
 )
 async def ssm_prefix_fetch(context: Context, args: list[Arg]) -> Reply:
     sid = arguments.sid(args[1])
@@ -168,6 +174,7 @@ async def ssm_prefix_fetch(context: Context, args: list[Arg]) -> Reply:
     "SSM.PREFIX.DROP",
     -2,
     "Forgets one layer, or all layers, of a session.",
+    syntax="sid [layer]",
     write=True,
     keys=(1, 1),
     tenant=True,

@@ -19,6 +19,7 @@ _INT64 = 1 << 63
     "STATE.ALLOC",
     -3,
     "Makes a slot of so many zero bytes, fixed or a ring.",
+    syntax="slot_id size [MODE (FIXED|RING)]",
     kvcache=True,
     keys=(1, 1),
     tenant=True,
@@ -50,6 +51,7 @@ def _place(context: Context, args: list[Arg], length: int) -> tuple[Slot, int]:
     "STATE.WRITE",
     4,
     "Overwrites bytes of a slot; a ring wraps.",
+    syntax="slot_id offset blob",
     kvcache=True,
     keys=(1, 1),
     tenant=True,
@@ -72,6 +74,7 @@ async def state_write(context: Context, args: list[Arg]) -> Reply:
     "STATE.READ",
     4,
     "Bytes of a slot; a ring wraps.",
+    syntax="slot_id offset length",
     kvcache=True,
     keys=(1, 1),
     tenant=True,
@@ -89,13 +92,26 @@ async def state_read(context: Context, args: list[Arg]) -> Reply:
 
 
 @command(
-    "STATE.FREE", 2, "Forgets a slot.", kvcache=True, keys=(1, 1), tenant=True, any_prefix=True
+    "STATE.FREE",
+    2,
+    "Forgets a slot.",
+    syntax="slot_id",
+    kvcache=True,
+    keys=(1, 1),
+    tenant=True,
+    any_prefix=True,
 )
 def state_free(context: Context, args: list[Arg]) -> Reply:
     return int(context.server.memory.states.free(arguments.sid(args[1])))
 
 
-@command("STATE.INFO", -1, "The slots in numbers, or one of them.", kvcache=True)
+@command(
+    "STATE.INFO",
+    -1,
+    "The slots in numbers, or one of them.",
+    syntax="[slot_id]",
+    kvcache=True,
+)
 def state_info(context: Context, args: list[Arg]) -> Reply:
     arguments.at_most(args, 2, "STATE.INFO")
     states = context.server.memory.states

@@ -185,7 +185,16 @@ async def _by_id(context: Context, session: Session, layer: int, ids: list[int])
     return stream
 
 
-@command("V.FETCH", -4, "Rows of a session.", kvcache=True, keys=(1, 1), tenant=True)
+@command(
+    "V.FETCH",
+    -4,
+    "Rows of a session.",
+    syntax="sid (layer token_id...|layer RANGE start end [FMT (NATIVE|STORED)] [LAYOUT "
+    "(HND|NHD)]|BATCH start end n_layers [FMT (NATIVE|STORED)] [LAYOUT (HND|NHD)])",
+    kvcache=True,
+    keys=(1, 1),
+    tenant=True,
+)
 async def v_fetch(context: Context, args: list[Arg]) -> Reply:
     session = context.session(arguments.sid(args[1]), WHERE)
     form = arguments.word(args[2]).upper()

@@ -14,6 +14,7 @@ from pion_vllm_mlx.wire.resp import Arg, Simple
     "V.STOREBATCH",
     -6,
     "Stores consecutive rows of one layer.",
+    syntax="sid layer start rows blob [FMT (F16|STORED)] [LAYOUT (HND|NHD)] [CRC crc32c]",
     write=True,
     kvcache=True,
     keys=(1, 1),
