@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -56,6 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     folder: Path = options.dir if options.dir is not None else config.data_dir()
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder")
+    # recovery logs what it sets aside, and here nothing is
+    logging.getLogger("pion_vllm_mlx.server").addHandler(logging.NullHandler())
     with not_in_use(folder):
         report = check(folder, quick=options.quick)
     print("\n".join(text(folder, report, everything=options.all)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,19 @@ def test_what_it_announces_is_what_a_repair_does(folder: Path, name: str) -> Non
         assert {n.decode() for n in driver.store.state.namespaces()} == left
     assert any(path.name.startswith(f"{name}.damaged-") for path in folder.iterdir())
     assert doctor.check(folder, quick=False).damage == []
+
+
+def test_it_never_says_that_it_has_repaired(folder: Path) -> None:
+    flip(folder / "pion.vstore.0", 60)
+    done = subprocess.run(
+        [sys.executable, "-m", "pion_vllm_mlx", "doctor", "--dir", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1 and done.stdout.endswith("damaged\n")
+    assert "is kept as" not in done.stdout + done.stderr
 
 
 def test_a_torn_end_is_no_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
