@@ -11,7 +11,6 @@ import socket
 import time
 from collections import deque
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,7 +20,6 @@ from pion_vllm_mlx.errors import ConfigError, DeadlineExceeded, ProtocolError, S
 from pion_vllm_mlx.wire.resp import Reply, ReplyParser
 
 _ALIGNMENT = 64
-_IOV_BUFFERS = 64
 _UNIX_SEND_BUFFER_BYTES = 1 << 20
 
 Buffer: TypeAlias = NDArray[Any] | memoryview | bytearray
@@ -95,21 +93,22 @@ class Channel:
         return replies
 
     def _send(self, out: deque[memoryview]) -> bool:
-        """Send what the socket takes now; False if that is nothing."""
+        """Send what the socket takes now of the first buffer; False if that is nothing.
+
+        One buffer a call: rows that follow their header in the same call would lie at odd
+        places of the kernel's memory, and be copied slower.
+        """
         try:
-            sent = self.sock.sendmsg(list(islice(out, _IOV_BUFFERS)))
+            sent = self.sock.send(out[0])
         except BlockingIOError:
             return False
         except (BrokenPipeError, ConnectionResetError):
             # What the server said before it closed may still be there to read.
             self._may_send = False
             return False
-        while sent:
-            head = out[0]
-            if sent < len(head):
-                out[0] = head[sent:]
-                return True
-            sent -= len(head)
+        if sent < len(out[0]):
+            out[0] = out[0][sent:]
+        else:
             out.popleft()
         return True
 
