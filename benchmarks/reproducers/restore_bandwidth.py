@@ -78,15 +78,14 @@ class Job:
 
     def __init__(self, words: dict[str, Any]) -> None:
         self.folder = Path(words["folder"])
-        self.port = int(words["port"])
+        self.url = words["url"]
         self.side, self.kind = words["side"], words["kind"]
         self.model = random_llama("thin", DTYPES[words["dtype"]])
         self.suffix = random_ids(SUFFIX_TOKENS, VOCABULARY, 1)
 
     def prompt_cache(self) -> PionPromptCache:
         """A client of the parent's server."""
-        url = f"tcp://127.0.0.1:{self.port}"
-        return PionPromptCache(self.model, url=url, deadline_seconds=60)
+        return PionPromptCache(self.model, url=self.url, deadline_seconds=60)
 
     def prepare(self, tokens: Sequence[int]) -> list[dict[str, Any]]:
         """Prefill and store every prefix; mlx-lm saves the very same cache."""
@@ -166,7 +165,8 @@ def rounds(options: argparse.Namespace, job: dict[str, Any], kind: str) -> dict[
 
 
 def measure(options: argparse.Namespace, folder: Path, pion: Process) -> None:
-    job = {"folder": str(folder), "port": pion.port, "dtype": options.dtype}
+    # as a process attaches to an embedded server: by its Unix socket
+    job = {"folder": str(folder), "url": f"unix://{pion.unixsocket}", "dtype": options.dtype}
     job["tokens"] = options.tokens
     stored = child({**job, "side": "pion", "kind": "store"})
     found: dict[str, Any] = {kind: rounds(options, job, kind) for kind in options.kinds}
