@@ -42,6 +42,8 @@ DEFAULT_PORT = 1974
 # What a data folder holds beside the store, for server and clients.
 LOCK_NAME = "pion.lock"
 STATUS_NAME = "pion.status"
+DIRECTORY_NAME = "pion.directory"  # of the workers of a server, while it runs
+AFFINITY_OFFSET = 2  # worker w listens on this many ports above the shared one, plus w
 EXIT_FOLDER_BUSY = 3  # of a server that found its folder owned by another
 
 GIGABYTE = 10**9

@@ -19,8 +19,8 @@ PORT_BLOCK = 4  # RESP, binary lane, one worker's affinity port, one spare
 START_SECONDS = 20.0
 
 
-def free_port_block() -> int:
-    """The first of ``PORT_BLOCK`` consecutive free ports.
+def free_port_block(count: int = PORT_BLOCK) -> int:
+    """The first of ``count`` consecutive free ports.
 
     Below the range from which the system takes ports of outgoing connections, and apart from
     the blocks of other test processes.
@@ -28,7 +28,7 @@ def free_port_block() -> int:
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
     start = 12_000 + worker * 2_000 + os.getpid() % 400 * PORT_BLOCK
     for base in range(start, 32_000, PORT_BLOCK):
-        if all(_is_free(base + step) for step in range(PORT_BLOCK)):
+        if all(_is_free(base + step) for step in range(count)):
             return base
     raise RuntimeError("no block of free ports")
 

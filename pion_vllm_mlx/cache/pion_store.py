@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from pion_vllm_mlx.cache.resp_client import Answer, RespClient, info_fields
+from pion_vllm_mlx.config import AFFINITY_OFFSET
 from pion_vllm_mlx.errors import ConfigError, ServerRefused, StoreUnavailable
 from pion_vllm_mlx.formats import FORMATS
 from pion_vllm_mlx.wire.resp import Part
@@ -29,8 +30,6 @@ T = TypeVar("T")
 STORE_BYTES = 64 << 20
 #: how long another worker has to accept a connection.
 REDIRECT_SECONDS = 2.0
-#: worker w listens on this many ports above the shared one, plus w.
-_AFFINITY_OFFSET = 2
 
 _LIVES_ON = re.compile(r"lives on worker (\d+)")
 _SUFFIXES = {"K": "_pk", "V": "_pv"}
@@ -210,7 +209,7 @@ class PionStore:
         timeout, old = self._client.timeout, self._client
         self.redirect_count += 1
         self._client = RespClient(self.host, self.port, timeout)
-        port = self.port + _AFFINITY_OFFSET + worker
+        port = self.port + AFFINITY_OFFSET + worker
         if port < 1 << 16:
             probe = RespClient(self.host, port, REDIRECT_SECONDS)
             if probe.ping():

@@ -55,6 +55,8 @@ class Command:
     ``keyspace``: works on plain keys, one in ``key_step`` arguments; what it writes goes
     to their log. ``at_once``: is not queued by MULTI. ``tenant``: a tenant may use it, on its
     own keys; everything else is refused to tenants.
+    ``home``: it is refused where its names live on another worker, and the refusal begins
+    with the command's name or, for one on a "session", does not.
     ``syntax``: the words behind the name, as ``command_syntax`` reads them.
     """
 
@@ -77,6 +79,7 @@ class Command:
     key_step: int = 1
     at_once: bool = False
     tenant: bool = False
+    home: str = ""
     syntax: str = ""
 
     @property

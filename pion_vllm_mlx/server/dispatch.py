@@ -9,6 +9,7 @@ from collections.abc import Awaitable
 
 from pion_vllm_mlx.errors import AuthenticationRequired, CommandError
 from pion_vllm_mlx.server.command import TABLE, Command, Effect, Reply
+from pion_vllm_mlx.server.directory import sides_of, together
 from pion_vllm_mlx.server.inbound import DeferredBulk, MemoryInbound, StreamInbound
 from pion_vllm_mlx.server.long_arguments import LongInbound
 from pion_vllm_mlx.server.session import Context
@@ -75,7 +76,38 @@ def guard(command: Command, context: Context, args: list[Arg]) -> list[Arg]:
         context.server.memory_limit.check()
     if config.ns_prefix and command.keys is not None and not command.any_prefix:
         _check_prefix(command.keys, config.ns_prefix, args)
-    return own_arguments(context.client.tenant, command, args) if context.client.tenant else args
+    args = own_arguments(context.client.tenant, command, args) if context.client.tenant else args
+    if command.home:
+        _check_home(command, context, args)
+    return args
+
+
+def _check_home(command: Command, context: Context, args: list[Arg]) -> None:
+    """Whether this worker may answer for what the command names."""
+    assert command.keys is not None
+    first, last = command.keys
+    for key in args[first : len(args) if last < 0 else last + 1]:
+        sids = () if not isinstance(key, bytes) else _sessions_of(command, key)
+        owner = context.server.directory.home(sids)
+        if owner is not None:
+            raise CommandError(lives_on(command, owner) + _named(command, context, key))
+
+
+def _sessions_of(command: Command, key: bytes) -> tuple[bytes, ...]:
+    return together(key) if command.home == "session" else sides_of(key)
+
+
+def _named(command: Command, context: Context, key: Arg) -> str:
+    """Which of several names it is."""
+    if command.home != "namespace" or command.keys == (1, 1) or not isinstance(key, bytes):
+        return ""
+    return f": {context.shown(key).decode('utf-8', 'backslashreplace')}"
+
+
+def lives_on(command: Command, owner: int) -> str:
+    """The sentence from which clients learn where to go."""
+    where = "" if command.home == "session" else f"{command.name} "
+    return f"{where}session lives on worker {owner}"
 
 
 def _check_prefix(keys: tuple[int, int], required: bytes, args: list[Arg]) -> None:

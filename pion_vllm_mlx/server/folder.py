@@ -16,6 +16,8 @@ from pion_vllm_mlx.config import LOCK_NAME, STATUS_NAME
 from pion_vllm_mlx.errors import DataFolderBusy
 from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, FILE_MODE, TEMPORARY
 
+#: how long the workers of a launcher that was killed may take to notice.
+ORPHAN_SECONDS = 5.0
 _NEVER_INDEX = ".metadata_never_index"
 
 
@@ -35,11 +37,33 @@ class DataFolder:
         if dedicated and not (path / _NEVER_INDEX).exists():
             _exclude_from_backups(path)
         self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        deadline = time.monotonic() + ORPHAN_SECONDS
+        while not self._try_lock():
+            if not self._owner_died() or time.monotonic() > deadline:
+                os.close(self._lock)
+                raise DataFolderBusy(f"{path} is in use by a server ({self._owner()})")
+            time.sleep(0.02)
+
+    def _try_lock(self) -> bool:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._lock)
-            raise DataFolderBusy(f"{path} is in use by a server ({self._owner()})") from None
+            return False
+        return True
+
+    def _owner_died(self) -> bool:
+        """Whether only the workers of a launcher that is no more hold the folder."""
+        try:
+            os.kill(int(json.loads((self.path / STATUS_NAME).read_text())["pid"]), 0)
+        except ProcessLookupError:
+            return True
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+        return False
+
+    def copy_of_lock(self) -> int:
+        """A descriptor for child processes: the folder is taken until the last of them ends."""
+        return os.dup(self._lock)
 
     def _owner(self) -> str:
         try:

@@ -6,37 +6,31 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pion_vllm_mlx import __version__
-from pion_vllm_mlx.config import (
-    EXIT_FOLDER_BUSY,
-    MAX_SOCKET_PATH_BYTES,
-    EmbeddedDefaults,
-    ServerEnvironment,
-)
+from pion_vllm_mlx.config import EXIT_FOLDER_BUSY, EmbeddedDefaults, ServerEnvironment
 from pion_vllm_mlx.errors import CommandError, ConfigError, DataFolderBusy, PionError
 from pion_vllm_mlx.server import commands as commands  # fills the command table
 from pion_vllm_mlx.server import log_format, metrics, options
-from pion_vllm_mlx.server.app import Connection
-from pion_vllm_mlx.server.binary_lane import BinaryConnection
 from pion_vllm_mlx.server.commands.export import remove_old_exports
+from pion_vllm_mlx.server.directory import Directory
 from pion_vllm_mlx.server.folder import DataFolder
 from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.ledger import Ledger
+from pion_vllm_mlx.server.listening import Listener, bind_affinity, bind_doors, listen
 from pion_vllm_mlx.server.session import Server, ServerConfig
 from pion_vllm_mlx.server.store.files import DIRECTORY_MODE
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
 from pion_vllm_mlx.server.store.store import Store, StoreConfig
-from pion_vllm_mlx.server.tls import HANDSHAKE_SECONDS, tls_context
 
 log = logging.getLogger("pion_vllm_mlx.server")
 
@@ -55,6 +49,7 @@ def store_config(config: ServerConfig) -> StoreConfig:
     """What of the server's configuration the store has to know."""
     return StoreConfig(
         config.folder,
+        worker=config.worker,
         wal=config.wal and not config.ephemeral,
         wal_size=config.wal_size,
         appendfsync=config.appendfsync,
@@ -62,61 +57,6 @@ def store_config(config: ServerConfig) -> StoreConfig:
         disk_budget=config.disk_budget,
         salvage=config.repair or config.embedded,
     )
-
-
-def _clear_socket(path: Path) -> None:
-    """Remove the socket of an earlier process. Raises ConfigError for any other file."""
-    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
-        raise ConfigError(f"--unixsocket: {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes")
-    if path.is_socket():
-        path.unlink()
-    elif os.path.lexists(path):
-        raise ConfigError(f"--unixsocket: {path} exists and is not a socket")
-
-
-async def _listen(server: Server) -> list[asyncio.Server]:
-    """Bind TCP, TLS, the binary lane and, where wanted, the Unix socket. Raises OSError."""
-    config = server.config
-    loop = asyncio.get_running_loop()
-    secure = None if config.tls is None else tls_context(config.tls)
-    tcp = await loop.create_server(
-        lambda: Connection(server), config.address, config.port, backlog=1024
-    )
-    listeners = [tcp]
-    server.port = tcp.sockets[0].getsockname()[1]
-    if config.tls is not None:
-        tls = await loop.create_server(
-            lambda: Connection(server),
-            config.address,
-            config.tls.port,
-            backlog=1024,
-            ssl=secure,
-            ssl_handshake_timeout=HANDSHAKE_SECONDS,
-        )
-        listeners.append(tls)
-        server.tls_port = tls.sockets[0].getsockname()[1]
-    if config.kvcache and not config.embedded:
-        port = config.port + 1 if config.port else 0
-        try:
-            lane = await loop.create_server(
-                lambda: BinaryConnection(server), config.address, port, backlog=1024
-            )
-        except OSError as error:
-            raise OSError(f"the binary lane needs the port after -p, {port}: {error}") from error
-        listeners.append(lane)
-        server.binary_port = lane.sockets[0].getsockname()[1]
-    if config.unixsocket is not None:
-        _clear_socket(config.unixsocket)
-        old = os.umask(0o177)
-        try:
-            listeners.append(
-                await loop.create_unix_server(
-                    lambda: Connection(server), str(config.unixsocket), backlog=1024
-                )
-            )
-        finally:
-            os.umask(old)
-    return listeners
 
 
 async def _housekeeping(server: Server) -> None:
@@ -130,9 +70,20 @@ async def _housekeeping(server: Server) -> None:
             last_flush = now
             await _guarded("flushing", store.flush)
         await _guarded("dropping old prefixes", store.expire)
+        _exchange(server)
         for connection in list(server.connections.values()):
             if connection.stalled(asyncio.get_running_loop().time()):
                 connection.abort()
+
+
+def _exchange(server: Server) -> None:
+    """What other workers hit here counts as used; a claim of which nothing came is released."""
+    directory, store = server.directory, server.store
+    for namespace in directory.exchange():
+        for session in store.state.sides(namespace):
+            store.state.touch(session)
+    if not store.write_lock.locked():
+        directory.release()
 
 
 async def _upkeep(server: Server) -> None:
@@ -192,8 +143,14 @@ async def _until_deserted(server: Server, defaults: EmbeddedDefaults) -> None:
             return
 
 
-async def serve(config: ServerConfig, folder: DataFolder) -> None:
-    """Run until told to stop. Raises PionError or OSError when it cannot start."""
+OpenDoors = Callable[[Server], Awaitable[list[Listener]]]
+
+
+async def serve(config: ServerConfig, open_doors: OpenDoors, directory: Directory) -> None:
+    """Run until told to stop. Raises PionError or OSError when it cannot start.
+
+    ``open_doors`` lets clients in; it is called when everything is recovered.
+    """
     store = Store(store_config(config))
     keyspace = Keyspace.open(store_config(config))
     # the index stays: collecting it again and again would only stop everybody
@@ -207,16 +164,16 @@ async def serve(config: ServerConfig, folder: DataFolder) -> None:
     if keyspace.replayed:
         print(f"keyspace log replayed: {keyspace.replayed} records", flush=True)
     remove_old_exports(config)
-    server = Server(config, store, Ledger(), WindowPool(), keyspace=keyspace)
-    store.on_change = server.sessions_changed
-    listeners = [*await metrics.listen(server), *await _listen(server)]
-    socket_path = str(config.unixsocket) if config.unixsocket else None
-    folder.publish_status(port=server.port, unixsocket=socket_path, version=__version__)
-    print(
-        f"pion-server {__version__}, data in {config.folder.absolute()}, "
-        f"ready on {config.address}:{server.port}",
-        flush=True,
+    server = Server(
+        config,
+        store,
+        Ledger(config.worker),
+        WindowPool(),
+        keyspace=keyspace,
+        directory=directory,
     )
+    store.on_change = server.sessions_changed
+    listeners = await open_doors(server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stopping.set)
@@ -230,12 +187,12 @@ async def serve(config: ServerConfig, folder: DataFolder) -> None:
 
 
 async def _stop(
-    server: Server, listeners: list[asyncio.Server], chores: list[asyncio.Task[None]]
+    server: Server, listeners: list[Listener], chores: list[asyncio.Task[None]]
 ) -> None:
     """Stop listening, let running commands end, bring everything to disk."""
     for listener in listeners:
         listener.close()
-    if server.config.unixsocket is not None:
+    if server.config.unixsocket is not None and server.config.workers == 1:
         server.config.unixsocket.unlink(missing_ok=True)
     for chore in chores:
         chore.cancel()
@@ -252,19 +209,51 @@ async def _stop(
         await server.store.close()
 
 
+async def _open_alone(server: Server, folder: DataFolder) -> list[Listener]:
+    """Bind every port of a server with one worker, and say that it is there."""
+    config = server.config
+    listeners: list[Listener] = [*await metrics.listen(server)]
+    doors = bind_doors(config)
+    try:
+        if not config.embedded:
+            doors.affinity = bind_affinity(config, 0)
+        listeners += await listen(server, doors)
+    except (OSError, PionError):
+        doors.close()
+        raise
+    socket_path = str(config.unixsocket) if config.unixsocket else None
+    folder.publish_status(port=server.port, unixsocket=socket_path, version=__version__)
+    print(
+        f"pion-server {__version__}, data in {config.folder.absolute()}, "
+        f"ready on {config.address}:{server.port}",
+        flush=True,
+    )
+    return listeners
+
+
+def run_loop(work: Coroutine[None, None, None]) -> None:
+    """Run on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        with contextlib.closing(uvloop.new_event_loop()) as loop:
+            asyncio.set_event_loop(loop)
+            loop.run_until_complete(work)
+
+
 def _run(config: ServerConfig) -> None:
     log_format.configure(config.log_format)
     folder = DataFolder(config.folder, dedicated=config.embedded or config.ephemeral)
-    work = serve(config, folder)
     try:
-        try:
-            import uvloop
-        except ImportError:
-            asyncio.run(work)
+        if config.workers > 1:
+            from pion_vllm_mlx.server import launcher
+
+            launcher.run(config, folder)
         else:
-            with contextlib.closing(uvloop.new_event_loop()) as loop:
-                asyncio.set_event_loop(loop)
-                loop.run_until_complete(work)
+            doors = partial(_open_alone, folder=folder)
+            run_loop(serve(config, doors, Directory()))
     finally:
         folder.close()
 

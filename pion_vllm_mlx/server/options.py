@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pion_vllm_mlx.config import EmbeddedDefaults, ServerEnvironment
+from pion_vllm_mlx.config import AFFINITY_OFFSET, EmbeddedDefaults, ServerEnvironment
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.server.log_format import FORMATS as LOG_FORMATS
 from pion_vllm_mlx.server.memory_limit import limit, size
@@ -102,7 +102,7 @@ def _password(text: str) -> str:
 
 _FLAGS: dict[str, Flag] = {
     "--port": Flag("port", _number(0, 65533), help="RESP port (default 1974, 0: any)", metavar="N"),
-    "--workers": Flag("workers", _number(1, 256), help="workers (1 for now)", metavar="N"),
+    "--workers": Flag("workers", _number(1, 256), help="worker processes (1)", metavar="N"),
     "--independent-workers": Flag("independent", help="needed with more than one worker"),
     "--kvcache": Flag("kvcache", help="serve KV.PREFIX.*, V.* and the attention commands"),
     "--dir": Flag("folder", Path, help="data folder (default: the current one)", metavar="PATH"),
@@ -203,9 +203,10 @@ _FLAGS |= {
         *("--lua-memory-limit", "--fa-window"),
     )
 }
-_FLAGS["--profile"] = Flag("", _choice("kv", "vector", "ai", "full"))
+_FLAGS["--profile"] = Flag("profile", _choice("kv", "vector", "ai", "full"))
 _SHORT = {"-p": "--port", "-w": "--workers"}
 _NOTICE = ("--inference", "--flare", "--emb-enabled", "--llm-enabled", "--nle-embed")
+_LAST_PORT = 65535
 _NOT_YET: tuple[str, ...] = ("--attend-budget",)
 
 
@@ -259,14 +260,26 @@ def _values(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return fields, notices
 
 
+def _workers(fields: dict[str, Any]) -> int:
+    """How many workers run, after all that caps them. Raises ConfigError."""
+    asked, independent = fields.pop("workers", 1), fields.pop("independent", False)
+    workers: int = 1 if fields.pop("profile", "") == "ai" else asked
+    if workers > 1 and not independent:
+        raise ConfigError(
+            f"-w {workers} needs --independent-workers: every worker has keys of its own"
+        )
+    if workers > 1 and fields.get("embedded"):
+        raise ConfigError("--embedded runs one worker")
+    last = fields.get("port", 1974) + AFFINITY_OFFSET + workers - 1
+    if workers > 1 and last > _LAST_PORT:
+        raise ConfigError(f"-w {workers}: the workers' own ports would go up to {last}")
+    return workers
+
+
 def parse(argv: Sequence[str], environment: ServerEnvironment) -> tuple[ServerConfig, list[str]]:
     """The configuration and notices of a command line. Raises ConfigError."""
     fields, notices = _values(argv)
-    workers, independent = fields.pop("workers", 1), fields.pop("independent", False)
-    if workers > 1 and not independent:
-        raise ConfigError(f"-w {workers} needs --independent-workers")
-    if workers > 1:
-        raise ConfigError(f"-w {workers}: this version runs one worker")
+    fields["workers"] = _workers(fields)
     if "wal_size_mb" in fields:
         fields["wal_size"] = fields.pop("wal_size_mb") << 20
     fields["tls"] = _tls(fields)

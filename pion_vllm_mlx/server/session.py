@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.directory import Directory, Known
 from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.keyspace.data import Data
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace, Watch
@@ -71,6 +72,9 @@ class ServerConfig:
     output_seconds: float = 60.0
     output_limit: int = 0
     maxmemory: int = 0
+    workers: int = 1
+    worker: int = 0
+    launcher_pid: int = 0
 
     @property
     def address(self) -> str:
@@ -141,7 +145,8 @@ class Server:
     binary_port: int = 0
     clients: dict[int, Client] = field(default_factory=dict)
     connections: dict[int, Any] = field(default_factory=dict)
-    prefill_ms: dict[bytes, int] = field(default_factory=dict)
+    affinity_port: int = 0
+    directory: Directory = field(default_factory=Directory)
     exports: dict[tuple[bytes, ...], Export] = field(default_factory=dict)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     connections_total: int = 0
@@ -163,7 +168,17 @@ class Server:
         for key in [key for key in self.exports if changed & set(key[:2])]:
             self.exports.pop(key).path.unlink(missing_ok=True)
         for sid in changed - self.store.state.sessions.keys():
-            self.prefill_ms.pop(group_of(sid), None)
+            self.directory.prefill_ms.pop(group_of(sid), None)
+        self.directory.publish({sid: self.known(sid) for sid in changed})
+
+    def known(self, sid: bytes) -> Known | None:
+        """What other workers are told about a session; None when there is none."""
+        session = self.store.state.sessions.get(sid)
+        if session is None:
+            return None
+        first = session.layers.get(0)
+        counts = first is not None and sid.endswith(KEY_SUFFIX)
+        return Known(first.count if first and counts else 0, session.deadline_ms)
 
 
 @dataclass(frozen=True)

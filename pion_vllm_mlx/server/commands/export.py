@@ -33,8 +33,9 @@ def export_folder(config: ServerConfig) -> Path:
 
 
 def export_prefix(config: ServerConfig) -> str:
-    """How the names of this data folder's exports begin."""
-    return f"export-{hashlib.sha256(os.fsencode(config.folder)).hexdigest()[:12]}-"
+    """How the names of the exports of this worker of a data folder begin."""
+    folder = hashlib.sha256(os.fsencode(config.folder)).hexdigest()[:12]
+    return f"export-{folder}-{config.worker}-"
 
 
 def remove_old_exports(config: ServerConfig) -> None:
@@ -194,6 +195,7 @@ def _write(request: ExportRequest, path: Path) -> int:
     "Writes rows of both sides to a safetensors file; its path.",
     syntax="k_sid v_sid start end n_layers n_heads head_dim [FMT STORED]",
     kvcache=True,
+    home="session",
     keys=(1, 2),
 )
 async def v_export(context: Context, args: list[Arg]) -> Reply:

@@ -14,6 +14,7 @@ from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Effect, Reply, command
 from pion_vllm_mlx.server.commands.kv_prefix_blocks import blocks_effect, parse_blocks
 from pion_vllm_mlx.server.commands.kv_prefix_keep import overdue
+from pion_vllm_mlx.server.directory import sides_of
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.eviction import drop_namespace
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, MAX_LAYER, VALUE_SUFFIX, Session
@@ -100,11 +101,14 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
         Create(namespace + suffix, dim, requested, fmt, heads, side)
         for suffix, side in zip((KEY_SUFFIX, VALUE_SUFFIX), specs, strict=True)
     ]
-    effects = _missing(context, creates)
+    directory = context.server.directory
+    owner = directory.claim(sides_of(namespace))
+    if owner is not None and table is not None:
+        raise CommandError(f"{where} session lives on worker {owner}")
+    # its rows go where the namespace is: nothing is created beside it
+    effects = _missing(context, creates) if owner is None else []
     if prefill or effects:
-        context.server.prefill_ms.pop(namespace, None)
-    if prefill:
-        context.server.prefill_ms[namespace] = prefill
+        directory.set_prefill(namespace, prefill)
     if table is not None:
         effects += blocks_effect(context, namespace, table, effects)
     return Effect(effects, OK)
@@ -148,15 +152,19 @@ def kv_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
     prefill = _optional(given, "PREFILL_MS", 0, MAX_PREFILL_MS)
     tokens = _optional(given, "TOKENS", 0, 1 << 40) if "TOKENS" in given else -1
     sides = context.sides(namespace)
-    if len(sides) < 2:
-        context.server.ledger.misses += 1
+    directory, ledger = context.server.directory, context.server.ledger
+    elsewhere = directory.elsewhere(namespace) if not sides else None
+    if len(sides) < 2 and elsewhere is None:
+        ledger.misses += 1
         return Simple("MISS")
+    if elsewhere is not None:
+        directory.touch(namespace)
     for session in sides:
         context.state.touch(session)
     if tokens < 0:
-        first = sides[0].layers.get(0)
-        tokens = first.count if first else 0
-    context.server.ledger.hit(tokens, prefill or context.server.prefill_ms.get(namespace, 0))
+        first = sides[0].layers.get(0) if sides else None
+        tokens = first.count if first else elsewhere or 0
+    ledger.hit(tokens, prefill or directory.prefill_ms.get(namespace, 0))
     return Simple("HIT")
 
 
@@ -167,6 +175,7 @@ def kv_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
     syntax="ns...",
     write=True,
     kvcache=True,
+    home="namespace",
     keys=(1, -1),
     tenant=True,
 )
@@ -184,6 +193,7 @@ def kv_prefix_drop(context: Context, args: list[Arg]) -> Effect:
 def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
     store, state = context.store, context.state
     namespaces = state.namespaces()
+    published = context.server.directory.count()
     tokens = 0
     for namespace in namespaces:
         first = state.sessions[namespace + KEY_SUFFIX].layers.get(0)
@@ -204,7 +214,7 @@ def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
         "wal_replayed": store.replayed.vstore,
         "ssm_wal_replayed": store.replayed.ssm,
         "directory_enabled": 1,
-        "directory_entries": len(state.sessions),
+        "directory_entries": len(state.sessions) if published is None else published,
         "sdpa_warm": 0,
         "sdpa_cold": 0,
         "sdpa_demotions": 0,
@@ -288,8 +298,12 @@ def kv_prefix_explain(context: Context, args: list[Arg]) -> Reply:
     reason, at = state.gone.get(namespace, ("", 0))
     if len(state.sides(namespace)) > len(context.sides(namespace)):
         reason = "expired"
+    elsewhere = context.server.directory.home(sides_of(namespace))
     if keys is not None and values is not None:
         verdict, why = "hit", "both sides are present"
+    elif elsewhere is not None:
+        here = context.server.directory.elsewhere(namespace) is not None
+        verdict, why = "hit" if here else "miss", f"it lives on worker {elsewhere}"
     elif reason:
         verdict, why = "miss", reason
     elif keys is not None or values is not None:

@@ -55,6 +55,7 @@ def _table(context: Context, arg: Arg) -> BlockTable | None:
     "The block hashes that a namespace was registered with, in token order.",
     syntax="ns",
     kvcache=True,
+    home="namespace",
     keys=(1, 1),
     tenant=True,
 )
@@ -69,6 +70,7 @@ def kv_prefix_blocks(context: Context, args: list[Arg]) -> Reply:
     "Which of the given block hashes a namespace holds, as a bitmap.",
     syntax="ns count hashes",
     kvcache=True,
+    home="namespace",
     keys=(1, 1),
     tenant=True,
 )

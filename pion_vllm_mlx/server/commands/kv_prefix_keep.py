@@ -12,6 +12,7 @@ import time
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Effect, Reply, command
+from pion_vllm_mlx.server.directory import sides_of
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.eviction import drop_namespace
 from pion_vllm_mlx.server.store.index import group_of
@@ -37,6 +38,7 @@ def overdue(context: Context, sid: bytes) -> list[Record]:
     syntax="ns",
     write=True,
     kvcache=True,
+    home="namespace",
     keys=(1, 1),
     tenant=True,
     extension=True,
@@ -61,6 +63,7 @@ def kv_prefix_pin(context: Context, args: list[Arg]) -> Effect:
     syntax="ns",
     write=True,
     kvcache=True,
+    home="namespace",
     keys=(1, 1),
     tenant=True,
     extension=True,
@@ -78,6 +81,7 @@ def kv_prefix_unpin(context: Context, args: list[Arg]) -> Effect:
     syntax="ns seconds",
     write=True,
     kvcache=True,
+    home="namespace",
     keys=(1, 1),
     tenant=True,
     extension=True,
@@ -101,5 +105,8 @@ def kv_prefix_expire(context: Context, args: list[Arg]) -> Effect:
     tenant=True,
 )
 def kv_prefix_owner(context: Context, args: list[Arg]) -> Reply:
-    held = context.sides(arguments.sid(args[1]))
-    return Simple(str(context.server.ledger.worker_id if held else -1))
+    namespace = arguments.sid(args[1])
+    if context.sides(namespace):
+        return Simple(str(context.server.ledger.worker_id))
+    owner = context.server.directory.home(sides_of(namespace))
+    return Simple(str(-1 if owner is None else owner))

@@ -64,6 +64,7 @@ def describe(sessions: list[Session]) -> dict[str, Any]:
     "Seals a namespace and says which files hold its rows, as JSON.",
     syntax="ns",
     kvcache=True,
+    home="namespace",
     keys=(1, 1),
     extension=True,
 )

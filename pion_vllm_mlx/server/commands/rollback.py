@@ -33,6 +33,7 @@ def _session(context: Context, sid: bytes, where: str) -> Session:
     "Takes a rollback point of a session; its id.",
     syntax="sid",
     kvcache=True,
+    home="session",
     keys=(1, 1),
     tenant=True,
 )
@@ -52,6 +53,7 @@ def v_snapshot(context: Context, args: list[Arg]) -> Reply:
     syntax="sid snap_id",
     write=True,
     kvcache=True,
+    home="session",
     keys=(1, 1),
     tenant=True,
 )
@@ -76,6 +78,7 @@ def v_restore(context: Context, args: list[Arg]) -> Effect:
     "Releases a rollback point; 0 when it is gone.",
     syntax="sid snap_id",
     kvcache=True,
+    home="session",
     keys=(1, 1),
     tenant=True,
 )

@@ -57,6 +57,9 @@ def v_create(context: Context, args: list[Arg]) -> Effect:
         return Effect([], _slot(context, sid))
     if session is not None and not session.empty:
         raise CommandError("V.CREATE: already exists with a different schema")
+    owner = context.server.directory.claim([sid])
+    if owner is not None:
+        raise CommandError(f"session lives on worker {owner}")
     gone = context.store.space.evict_for_sessions(0 if session else 1) + overdue(context, sid)
     return Effect([*gone, record], lambda: _slot(context, sid))
 
@@ -102,6 +105,7 @@ def _info(session: Session, name: bytes) -> str:
     "One session, or the V-store, in numbers.",
     syntax="[sid]",
     kvcache=True,
+    home="session",
     keys=(1, -1),
     tenant=True,
 )
@@ -121,6 +125,7 @@ def v_info(context: Context, args: list[Arg]) -> Reply:
     syntax="sid...",
     write=True,
     kvcache=True,
+    home="session",
     keys=(1, -1),
     tenant=True,
     extension=True,
@@ -132,6 +137,7 @@ def v_info(context: Context, args: list[Arg]) -> Reply:
     syntax="sid...",
     write=True,
     kvcache=True,
+    home="session",
     keys=(1, -1),
     tenant=True,
     extension=True,

@@ -192,6 +192,7 @@ async def _by_id(context: Context, session: Session, layer: int, ids: list[int])
     syntax="sid (layer token_id...|layer RANGE start end [FMT (NATIVE|STORED)] [LAYOUT "
     "(HND|NHD)]|BATCH start end n_layers [FMT (NATIVE|STORED)] [LAYOUT (HND|NHD)])",
     kvcache=True,
+    home="session",
     keys=(1, 1),
     tenant=True,
 )

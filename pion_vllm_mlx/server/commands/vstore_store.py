@@ -17,6 +17,7 @@ from pion_vllm_mlx.wire.resp import Arg, Simple
     syntax="sid layer start rows blob [FMT (F16|STORED)] [LAYOUT (HND|NHD)] [CRC crc32c]",
     write=True,
     kvcache=True,
+    home="session",
     keys=(1, 1),
     tenant=True,
     grows=True,

@@ -28,7 +28,7 @@ from pion_vllm_mlx.server.store.eviction import (
 )
 from pion_vllm_mlx.server.store.files import raise_file_limit
 from pion_vllm_mlx.server.store.index import Run, Session, StateBlob
-from pion_vllm_mlx.server.store.records import Create, Drop, Record, Rows, Truncate
+from pion_vllm_mlx.server.store.records import Create, Drop, Expire, Record, Rows, Truncate
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
 from pion_vllm_mlx.server.store.rows import verify_run
 from pion_vllm_mlx.server.store.saving import Saver
@@ -148,7 +148,8 @@ class Store:
             logged = await loop.run_in_executor(self._log_thread, wal.append, mine)
             for entry in logged:
                 self.state.apply(entry)
-        self.on_change([sid for effect in effects for sid in sessions_of(effect)])
+        timed = [sid for e in effects if isinstance(e, Expire) for sid in e.sids]
+        self.on_change([sid for effect in effects for sid in sessions_of(effect)] + timed)
         self.on_effects(effects)
         if not copied:
             self.last_write = time.monotonic()

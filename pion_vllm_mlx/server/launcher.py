@@ -1,0 +1,263 @@
+"""``-w N --independent-workers``: start the workers, start them again, stop them.
+
+The launcher owns the folder and binds every port; the workers inherit both, so that a port
+and its queue outlive a worker and the folder stays taken as long as one of them lives. It
+serves nobody and has one thread. Limits of the whole server are dealt out in equal shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import FrameType
+
+from pion_vllm_mlx import __version__
+from pion_vllm_mlx.config import DIRECTORY_NAME
+from pion_vllm_mlx.errors import PionError
+from pion_vllm_mlx.server.folder import DataFolder
+from pion_vllm_mlx.server.listening import bind_affinity, bind_doors
+from pion_vllm_mlx.server.session import ServerConfig
+from pion_vllm_mlx.server.worker import MODULE, Orders
+
+log = logging.getLogger("pion_vllm_mlx.server")
+
+#: a worker that dies so soon after its start waits before the next.
+SOON_SECONDS = 5.0
+FIRST_WAIT_SECONDS = 0.1
+#: so many deaths in a row, each soon after the start, end the server.
+MAX_DEATHS = 6
+#: how long a stop waits for workers that bring everything to disk.
+STOP_SECONDS = 60.0
+
+
+class WorkersFailed(PionError):
+    """A worker cannot be kept running."""
+
+
+def share(config: ServerConfig, worker: int) -> ServerConfig:
+    """The configuration of one worker: its number, its part of what is limited."""
+
+    def part(whole: int) -> int:
+        return max(1, whole // config.workers) if whole else 0
+
+    tenants = {
+        name: replace(tenant, quota=part(tenant.quota)) for name, tenant in config.tenants.items()
+    }
+    return replace(
+        config,
+        worker=worker,
+        launcher_pid=os.getpid(),
+        disk_budget=part(config.disk_budget),
+        maxmemory=part(config.maxmemory),
+        metrics_port=config.metrics_port + worker if config.metrics_port else 0,
+        tenants=tenants,
+    )
+
+
+@dataclass
+class _Child:
+    """A worker's process; ``ready`` is the pipe on which it says that it has recovered."""
+
+    worker: int
+    process: subprocess.Popen[bytes]
+    ready: int
+    started: float = field(default_factory=time.monotonic)
+    recovered: bool = False
+
+    def let_in(self) -> None:
+        """It may serve clients from now on."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(b"g")
+            self.process.stdin.flush()
+
+    def close(self) -> None:
+        """Its pipes; the process is over."""
+        if self.ready >= 0:
+            os.close(self.ready)
+            self.ready = -1
+        if self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.close()
+
+
+class Launcher:
+    """See the module's docstring."""
+
+    def __init__(self, config: ServerConfig, folder: DataFolder) -> None:
+        """Bind every port. Raises OSError, ConfigError."""
+        self.config = config
+        self.folder = folder
+        self.directory = config.folder / DIRECTORY_NAME
+        self.directory.unlink(missing_ok=True)
+        self.doors = bind_doors(config)
+        self.affinity: list[socket.socket] = []
+        self.children: dict[int, _Child] = {}
+        self.deaths: dict[int, int] = {}
+        self.waiting: dict[int, float] = {}
+        self.open = False
+        self.stopping = False
+        try:
+            for worker in range(config.workers):
+                self.affinity.append(bind_affinity(config, worker))
+            #: closed after every socket when a process dies: who finds the folder free finds
+            #: the ports free
+            self.lock = folder.copy_of_lock()
+        except OSError:
+            self._close_sockets()
+            raise
+
+    def run(self) -> None:
+        """Until SIGTERM or SIGINT. Raises WorkersFailed."""
+        with self._signals() as woken:
+            try:
+                for worker in range(self.config.workers):
+                    self._start(worker)
+                while not self.stopping:
+                    self._turn(woken)
+            finally:
+                self._stop()
+
+    @contextmanager
+    def _signals(self) -> Iterator[socket.socket]:
+        """A socket that can be read after every signal."""
+        reading, writing = socket.socketpair()
+        reading.setblocking(False)
+        writing.setblocking(False)
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self.stopping = True
+
+        signal.set_wakeup_fd(writing.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        try:
+            yield reading
+        finally:
+            signal.set_wakeup_fd(-1)
+            reading.close()
+            writing.close()
+
+    def _turn(self, woken: socket.socket) -> None:
+        """Wait for something to happen to a worker, and see to it."""
+        due = min(self.waiting.values(), default=None)
+        timeout = None if due is None else max(0.0, due - time.monotonic())
+        pipes = [child.ready for child in self.children.values() if child.ready >= 0]
+        readable, _, _ = select.select([woken.fileno(), *pipes], [], [], timeout)
+        with contextlib.suppress(BlockingIOError):
+            while woken.recv(4096):
+                pass
+        for child in list(self.children.values()):
+            if child.ready in readable:
+                self._heard(child)
+            if child.process.poll() is not None and not self.stopping:
+                self._died(child)
+        now = time.monotonic()
+        for worker in [worker for worker, at in self.waiting.items() if at <= now]:
+            del self.waiting[worker]
+            self._start(worker)
+
+    # -- workers ---------------------------------------------------------------
+
+    def _start(self, worker: int) -> None:
+        config = share(self.config, worker)
+        lane = self.doors.lane if worker == 0 else None
+        doors = replace(self.doors, affinity=self.affinity[worker], lane=lane)
+        named = {name: sock.fileno() for name, sock in vars(doors).items() if sock is not None}
+        reading, writing = os.pipe()
+        port = self.doors.lane.getsockname()[1] if self.doors.lane else 0
+        orders = Orders(config, named, port, writing, self.directory)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", MODULE],
+                stdin=subprocess.PIPE,
+                pass_fds=(*named.values(), writing, self.lock),
+                start_new_session=True,  # Ctrl-C is for the launcher
+            )
+        finally:
+            os.close(writing)
+        self.children[worker] = _Child(worker, process, reading)
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(orders.encode())
+            process.stdin.flush()
+
+    def _heard(self, child: _Child) -> None:
+        """It has recovered, or died on the way."""
+        child.recovered = os.read(child.ready, 1) == b"r"
+        os.close(child.ready)
+        child.ready = -1
+        if self.open and child.recovered:
+            child.let_in()
+        elif not self.open and all(other.recovered for other in self.children.values()):
+            self.open = True
+            for other in self.children.values():
+                other.let_in()
+            self._announce()
+
+    def _announce(self) -> None:
+        config, port = self.config, self.doors.tcp.getsockname()[1]
+        path = str(config.unixsocket) if config.unixsocket else None
+        self.folder.publish_status(port=port, unixsocket=path, version=__version__)
+        print(
+            f"pion-server {__version__}, {config.workers} INDEPENDENT WORKERS with "
+            f"SEPARATE KEYSPACES, data in {config.folder.absolute()}, "
+            f"ready on {config.address}:{port}",
+            flush=True,
+        )
+
+    def _died(self, child: _Child) -> None:
+        """Start it again, soon. Raises WorkersFailed when that is in vain."""
+        child.close()
+        worker = child.worker
+        del self.children[worker]
+        if not self.open:
+            raise WorkersFailed(f"worker {worker} could not start")
+        quick = time.monotonic() - child.started < SOON_SECONDS
+        self.deaths[worker] = self.deaths.get(worker, 0) + 1 if quick else 1
+        if self.deaths[worker] >= MAX_DEATHS:
+            raise WorkersFailed(f"worker {worker} died {MAX_DEATHS} times in a row")
+        wait = FIRST_WAIT_SECONDS * 2 ** (self.deaths[worker] - 1)
+        log.error("worker %d ended (status %s): started again", worker, child.process.returncode)
+        self.waiting[worker] = time.monotonic() + wait
+
+    def _stop(self) -> None:
+        """SIGTERM to all, and wait until they have brought everything to disk."""
+        self.stopping = True
+        for child in self.children.values():
+            child.process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + STOP_SECONDS
+        for child in self.children.values():
+            try:
+                child.process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                log.error("worker %d does not stop: killed", child.worker)
+                child.process.kill()
+                child.process.wait()
+            child.close()
+        self._close_sockets()
+        os.close(self.lock)
+        self.directory.unlink(missing_ok=True)
+        if self.config.unixsocket is not None:
+            self.config.unixsocket.unlink(missing_ok=True)
+
+    def _close_sockets(self) -> None:
+        self.doors.close()
+        for sock in self.affinity:
+            sock.close()
+
+
+def run(config: ServerConfig, folder: DataFolder) -> None:
+    """Keep the workers of a folder running. Raises PionError, OSError."""
+    Launcher(config, folder).run()

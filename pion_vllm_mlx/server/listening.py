@@ -1,0 +1,215 @@
+"""The listeners of a server process: bound here, or inherited from the launcher of workers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pion_vllm_mlx.config import AFFINITY_OFFSET, MAX_SOCKET_PATH_BYTES
+from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.server.app import Connection
+from pion_vllm_mlx.server.binary_lane import BinaryConnection
+from pion_vllm_mlx.server.session import Server, ServerConfig
+from pion_vllm_mlx.server.tls import HANDSHAKE_SECONDS, tls_context
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 1024
+#: how long a worker that cannot accept (no descriptors left) leaves it to the others.
+_PAUSE_SECONDS = 0.2
+_NOBODY = 0o177
+
+
+class Listener(Protocol):
+    """Anything that listens until it is closed."""
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class Doors:
+    """Bound sockets by what is spoken there; workers share all but ``affinity``.
+
+    ``lane`` is the binary lane's, for the one worker that serves it.
+    """
+
+    tcp: socket.socket
+    affinity: socket.socket | None = None
+    tls: socket.socket | None = None
+    lane: socket.socket | None = None
+    unix: socket.socket | None = None
+
+    def sockets(self) -> list[socket.socket]:
+        every = (self.tcp, self.affinity, self.tls, self.lane, self.unix)
+        return [sock for sock in every if sock is not None]
+
+    def close(self) -> None:
+        for sock in self.sockets():
+            sock.close()
+
+
+def bind(address: str, port: int, what: str = "") -> socket.socket:
+    """A listening TCP socket. Raises OSError that says ``what`` it was for."""
+    sock = socket.socket()
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((address, port))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise OSError(error.errno, f"{what}{address}:{port}: {error.strerror}") from error
+    return sock
+
+
+def bind_affinity(config: ServerConfig, worker: int) -> socket.socket:
+    """The port on which a worker alone accepts: ``P + 2 + w``, any one with ``-p 0``."""
+    port = config.port + AFFINITY_OFFSET + worker if config.port else 0
+    return bind(config.address, port, f"worker {worker} needs a port of its own, ")
+
+
+def bind_doors(config: ServerConfig) -> Doors:
+    """Bind what the configuration asks for, all but the affinity port. Raises OSError."""
+    with contextlib.ExitStack() as undo:
+        doors = Doors(bind(config.address, config.port))
+        undo.callback(doors.close)
+        if config.tls is not None:
+            doors.tls = bind(config.address, config.tls.port)
+        if config.kvcache and not config.embedded:
+            port = config.port + 1 if config.port else 0
+            doors.lane = bind(config.address, port, "the binary lane needs the port after -p, ")
+        if config.unixsocket is not None:
+            doors.unix = _bind_unix(config.unixsocket)
+        undo.pop_all()
+    return doors
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+        raise ConfigError(f"--unixsocket: {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes")
+    if path.is_socket():
+        path.unlink()  # of an earlier process
+    elif os.path.lexists(path):
+        raise ConfigError(f"--unixsocket: {path} exists and is not a socket")
+    sock = socket.socket(socket.AF_UNIX)
+    old = os.umask(_NOBODY)
+    try:
+        sock.bind(str(path))
+        sock.listen(BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    finally:
+        os.umask(old)
+    return sock
+
+
+@dataclass
+class _Acceptor:
+    """Accepts on a socket that several processes listen on: one connection a turn.
+
+    An asyncio server takes all that wait at once, and one worker would get them all.
+    """
+
+    server: Server
+    sock: socket.socket
+    context: ssl.SSLContext | None = None
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def open(self) -> None:
+        self.sock.setblocking(False)
+        asyncio.get_running_loop().add_reader(self.sock.fileno(), self._ready)
+
+    def close(self) -> None:
+        if self.sock.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self.sock.fileno())
+            self.sock.close()
+
+    def _ready(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            connection, _ = self.sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return  # another worker was faster, or the client has gone
+        except OSError as error:
+            log.error("cannot accept: %s", error)
+            loop.remove_reader(self.sock.fileno())
+            loop.call_later(_PAUSE_SECONDS, self._again)
+            return
+        connection.setblocking(False)
+        task = loop.create_task(self._connect(connection))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def _again(self) -> None:
+        if self.sock.fileno() >= 0:
+            self.open()
+
+    async def _connect(self, connection: socket.socket) -> None:
+        if connection.family == socket.AF_INET:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: Connection(self.server),
+                connection,
+                ssl=self.context,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS if self.context else None,
+            )
+        except (OSError, ssl.SSLError):
+            connection.close()
+
+
+async def listen(server: Server, doors: Doors) -> list[Listener]:
+    """Accept at all doors from now on; what was bound is told in ``server``'s ports."""
+    loop = asyncio.get_running_loop()
+    config = server.config
+    secure = None if config.tls is None else tls_context(config.tls)
+    server.port = doors.tcp.getsockname()[1]
+    listeners: list[Listener] = []
+    if doors.affinity is not None:
+        server.affinity_port = doors.affinity.getsockname()[1]
+        listeners.append(
+            await loop.create_server(
+                lambda: Connection(server), sock=doors.affinity, backlog=BACKLOG
+            )
+        )
+    if doors.lane is not None:
+        server.binary_port = doors.lane.getsockname()[1]
+        listeners.append(
+            await loop.create_server(
+                lambda: BinaryConnection(server), sock=doors.lane, backlog=BACKLOG
+            )
+        )
+    if doors.tls is not None:
+        server.tls_port = doors.tls.getsockname()[1]
+    for sock, context in ((doors.tcp, None), (doors.tls, secure), (doors.unix, None)):
+        if sock is not None:
+            listeners.append(await _listen_on(server, sock, context))
+    return listeners
+
+
+async def _listen_on(
+    server: Server, sock: socket.socket, context: ssl.SSLContext | None
+) -> Listener:
+    if server.config.workers > 1:
+        acceptor = _Acceptor(server, sock, context)
+        acceptor.open()
+        return acceptor
+    loop = asyncio.get_running_loop()
+    timeout = HANDSHAKE_SECONDS if context else None
+
+    def connect() -> Connection:
+        return Connection(server)
+
+    if sock.family == socket.AF_UNIX:
+        return await loop.create_unix_server(connect, sock=sock, backlog=BACKLOG)
+    return await loop.create_server(
+        connect, sock=sock, backlog=BACKLOG, ssl=context, ssl_handshake_timeout=timeout
+    )

@@ -1,0 +1,331 @@
+"""Several workers: one namespace lives on one of them, and every one knows where."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pion_vllm_mlx.cache.pion_store import PionStore
+from tests.conftest import RunningServer, free_port_block
+from tests.server.wire import Refusal, Wire
+
+WORKERS = 3
+FLAGS = ("-w", str(WORKERS), "--independent-workers")
+
+
+def start(folder: Path, *more: str) -> RunningServer:
+    folder.mkdir(mode=0o700)
+    port = free_port_block(2 + WORKERS)
+    return RunningServer(port=port, dir=folder, flags=(*FLAGS, *more)).start()
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    server = start(tmp_path_factory.mktemp("workers") / "data")
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[RunningServer]:
+    """Workers that a test may kill."""
+    server = start(tmp_path / "data")
+    yield server
+    server.stop()
+
+
+def on(server: RunningServer, worker: int) -> Wire:
+    return Wire.tcp(server.port + 2 + worker)
+
+
+def ask(server: RunningServer, worker: int, *words: bytes | str | int) -> object:
+    with on(server, worker) as wire:
+        return wire.ask(*words)
+
+
+def pid_of(server: RunningServer, worker: int) -> int:
+    """The process of a worker, found by its parent and the port that it alone accepts on."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):
+            continue
+        if parent == server.pid and open_wal(entry, worker):
+            return int(entry.name)
+    raise AssertionError(f"worker {worker} has no process")
+
+
+def open_wal(entry: Path, worker: int) -> bool:
+    links = (os.readlink(fd) for fd in (entry / "fd").iterdir())
+    return any(link.endswith(f"/pion.vstore.wal.{worker}") for link in links)
+
+
+def test_every_worker_answers_on_its_own_port_and_names_the_launcher(
+    workers: RunningServer,
+) -> None:
+    for worker in range(WORKERS):
+        with on(workers, worker) as wire:
+            info = wire.info("INFO", "server")
+            assert info["worker_id"] == str(worker)
+            assert info["process_id"] == str(workers.pid)
+            assert info["tcp_port"] == str(workers.port)
+            assert info["affinity_port"] == str(workers.port + 2 + worker)
+    assert "INDEPENDENT WORKERS" in workers.output() and "SEPARATE KEYSPACES" in workers.output()
+
+
+def test_keys_are_private_to_a_worker(workers: RunningServer) -> None:
+    assert ask(workers, 0, "SET", "k", "v") == "OK"
+    assert ask(workers, 0, "GET", "k") == b"v"
+    assert ask(workers, 1, "GET", "k") is None
+
+
+def test_a_namespace_is_a_hit_on_every_worker_as_soon_as_it_is_registered(
+    workers: RunningServer,
+) -> None:
+    with on(workers, 1) as home, on(workers, 2) as other:
+        for number in range(50):
+            name = f"hit{number}"
+            assert other.ask("KV.PREFIX.LOOKUP", name) == "MISS"
+            home.ok("KV.PREFIX.REGISTER", name, 4, "fp16")
+            assert other.ask("KV.PREFIX.LOOKUP", name) == "HIT"
+            assert other.ask("KV.PREFIX.OWNER", name) == "1"
+            assert home.ask("KV.PREFIX.DROP", name) == 1
+            assert other.ask("KV.PREFIX.LOOKUP", name) == "MISS"
+            assert other.ask("KV.PREFIX.OWNER", name) == "-1"
+
+
+REFUSED = [
+    ("V.STOREBATCH", "{}_pk", 0, 0, 1, bytes(16)),
+    ("V.STOREBATCH", "{}_pk", 0, 0, 1 << 14, bytes(1 << 18)),
+    ("V.FETCH", "{}_pk", 0, "RANGE", 0, 1),
+    ("V.INFO", "{}_pv"),
+    ("V.SNAPSHOT", "{}_pk"),
+    ("V.RESTORE", "{}_pk", 1),
+    ("V.COMMIT", "{}_pk", 1),
+    ("V.EXPORT", "{}_pk", "{}_pv", 0, 1, 1, 1),
+    ("V.CREATE", "{}_pk", 4),
+    ("V.DROP", "{}_pk"),
+]
+REFUSED_BY_NAME = [
+    ("KV.PREFIX.BLOCKS", "{}"),
+    ("KV.PREFIX.MEMBERSHIP", "{}", 1, bytes(8)),
+    ("KV.PREFIX.MAP", "{}"),
+    ("KV.PREFIX.PIN", "{}"),
+    ("KV.PREFIX.EXPIRE", "{}", 5),
+]
+
+
+@pytest.mark.parametrize("words", [*REFUSED, *REFUSED_BY_NAME], ids=lambda words: str(words[0]))
+def test_another_worker_says_where_it_lives(
+    workers: RunningServer, words: tuple[bytes | str | int, ...]
+) -> None:
+    name = "where"
+    assert ask(workers, 2, "KV.PREFIX.REGISTER", name, 4, "fp16") == "OK"
+    where = f"{words[0]} " if words in REFUSED_BY_NAME else ""
+    sent = [word.format(name) if isinstance(word, str) else word for word in words]
+    with on(workers, 0) as wire:
+        answer, pong = wire.together(tuple(sent), ("PING",))
+    assert isinstance(answer, Refusal) and pong == "PONG"
+    assert answer == f"ERR {where}session lives on worker 2"
+
+
+def test_a_drop_of_several_names_frees_nothing_when_one_lives_elsewhere(
+    workers: RunningServer,
+) -> None:
+    assert ask(workers, 0, "KV.PREFIX.REGISTER", "near", 4, "fp16") == "OK"
+    assert ask(workers, 1, "KV.PREFIX.REGISTER", "far", 4, "fp16") == "OK"
+    answer = ask(workers, 0, "KV.PREFIX.DROP", "near", "far")
+    assert answer == "ERR KV.PREFIX.DROP session lives on worker 1: far"
+    assert ask(workers, 0, "KV.PREFIX.LOOKUP", "near") == "HIT"
+
+
+def test_registering_again_elsewhere_makes_no_second_copy(workers: RunningServer) -> None:
+    name = "again"
+    assert ask(workers, 0, "KV.PREFIX.REGISTER", name, 4, "fp16") == "OK"
+    with on(workers, 1) as other:
+        before = other.info("KV.PREFIX.INFO")["vstore_sessions"]
+        assert other.ask("KV.PREFIX.REGISTER", name, 4, "fp16") == "OK"
+        assert other.info("KV.PREFIX.INFO")["vstore_sessions"] == before
+        answer = other.ask("KV.PREFIX.REGISTER", name, 4, "fp16", "BLOCKS", 16, 0, b"")
+    assert answer == "ERR KV.PREFIX.REGISTER session lives on worker 0"
+
+
+def test_two_workers_asked_at_once_create_a_namespace_once(workers: RunningServer) -> None:
+    with ThreadPoolExecutor(WORKERS) as pool:
+        for number in range(30):
+            words = ("KV.PREFIX.REGISTER", f"race{number}", 4, "fp16")
+            answers = list(pool.map(lambda w, c=words: ask(workers, w, *c), range(WORKERS)))
+            assert answers == ["OK"] * WORKERS
+    held = [
+        {n for n in range(30) if not isinstance(ask(workers, w, "V.INFO", f"race{n}_pk"), Refusal)}
+        for w in range(WORKERS)
+    ]
+    assert sorted(n for some in held for n in some) == list(range(30))
+
+
+def test_a_hit_is_credited_where_it_was_asked_with_what_the_owner_knows(
+    workers: RunningServer,
+) -> None:
+    assert ask(workers, 0, "KV.PREFIX.REGISTER", "paid", 2, "fp32", "PREFILL_MS", 1500) == "OK"
+    assert ask(workers, 0, "V.STOREBATCH", "paid_pk", 0, 0, 5, bytes(40)) == "OK"
+    with on(workers, 1) as other:
+        other.ok("PION.STATS", "RESET")
+        assert other.ask("KV.PREFIX.LOOKUP", "paid") == "HIT"
+        stats = other.info("INFO", "pion")
+    assert stats["kvprefix_hits"] == stats["kvprefix_hits_measured"] == "1"
+    assert stats["kvprefix_tokens_served"] == "5"
+    assert stats["prefill_seconds_avoided"] == "1.500"
+
+
+def test_an_expired_namespace_is_a_miss_everywhere(workers: RunningServer) -> None:
+    assert ask(workers, 0, "KV.PREFIX.REGISTER", "brief", 4, "fp16") == "OK"
+    assert ask(workers, 0, "KV.PREFIX.EXPIRE", "brief", 0) == 1
+    assert ask(workers, 1, "KV.PREFIX.LOOKUP", "brief") == "MISS"
+
+
+def test_a_hit_elsewhere_keeps_a_namespace_from_being_evicted(tmp_path: Path) -> None:
+    server = start(tmp_path / "data", "--max-sessions", "4")
+    try:
+        with on(server, 0) as home, on(server, 1) as other:
+            home.ok("KV.PREFIX.REGISTER", "old", 4, "fp16")
+            home.ok("KV.PREFIX.REGISTER", "new", 4, "fp16")
+            assert other.ask("KV.PREFIX.LOOKUP", "old") == "HIT"
+            time.sleep(1.0)  # both tell each other a few times a second
+            home.ok("KV.PREFIX.REGISTER", "newer", 4, "fp16")
+            assert other.ask("KV.PREFIX.LOOKUP", "new") == "MISS"
+            assert other.ask("KV.PREFIX.LOOKUP", "old") == "HIT"
+    finally:
+        server.stop()
+
+
+def test_twelve_fresh_connections_hit_and_a_store_finds_the_rows_in_one_hop(
+    workers: RunningServer,
+) -> None:
+    rows = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
+    with PionStore(port=workers.port, vquant="fp32") as store:
+        store.store_prefix("dozen", rows, -rows)
+        owner = store.owner("dozen")
+    hops = []
+    for _ in range(12):
+        with PionStore(port=workers.port, auto_redirect=True) as store:
+            assert store.lookup("dozen")
+            assert store.owner("dozen") == owner
+            keys, values = store.fetch_prefix("dozen", 2, 3, 4)
+            hops.append(store.redirect_count)
+        assert np.array_equal(keys, rows) and np.array_equal(values, -rows)
+    assert set(hops) <= {0, 1}
+    with PionStore(port=workers.port + 2 + (owner + 1) % WORKERS) as store:
+        store.port = workers.port
+        assert np.array_equal(store.fetch_prefix("dozen", 2, 3, 4)[0], rows)
+        assert store.redirect_count == 1
+
+
+def test_connections_that_come_at_once_are_spread_over_the_workers(
+    workers: RunningServer,
+) -> None:
+    wires = [Wire.tcp(workers.port) for _ in range(60)]
+    seen = {wire.info("INFO", "server")["worker_id"] for wire in wires}
+    for wire in wires:
+        wire.close()
+    assert len(seen) > 1
+
+
+def test_a_killed_worker_comes_back_with_its_data_and_the_server_is_the_same(
+    own: RunningServer,
+) -> None:
+    assert ask(own, 1, "KV.PREFIX.REGISTER", "kept", 2, "fp32") == "OK"
+    rows = np.arange(6, dtype=np.float32).tobytes()
+    assert ask(own, 1, "V.STOREBATCH", "kept_pk", 0, 0, 3, rows) == "OK"
+    assert ask(own, 1, "SET", "key", "value") == "OK"
+    victim = pid_of(own, 1)
+    os.kill(victim, signal.SIGKILL)
+    assert ask(own, 0, "KV.PREFIX.LOOKUP", "kept") == "HIT"
+    assert ask(own, 0, "KV.PREFIX.REGISTER", "kept", 2, "fp32") == "OK"
+    assert ask(own, 1, "V.FETCH", "kept_pk", 0, "RANGE", 0, 3) == rows
+    assert ask(own, 1, "GET", "key") == b"value"
+    assert pid_of(own, 1) != victim
+    with on(own, 1) as wire:
+        assert wire.info("INFO", "server")["process_id"] == str(own.pid)
+    assert ask(own, 0, "KV.PREFIX.OWNER", "kept") == "1"
+
+
+def test_workers_end_with_a_killed_launcher_and_the_next_server_has_everything(
+    own: RunningServer,
+) -> None:
+    for worker in range(WORKERS):
+        assert ask(own, worker, "KV.PREFIX.REGISTER", f"ns{worker}", 4, "fp16") == "OK"
+    own.restart()
+    for worker in range(WORKERS):
+        for asked in range(WORKERS):
+            assert ask(own, asked, "KV.PREFIX.OWNER", f"ns{worker}") == str(worker)
+            assert ask(own, asked, "KV.PREFIX.LOOKUP", f"ns{worker}") == "HIT"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_ends_all_of_them_and_leaves_nothing_listening(
+    own: RunningServer, number: signal.Signals
+) -> None:
+    pids = [pid_of(own, worker) for worker in range(WORKERS)]
+    assert own.process is not None
+    own.process.send_signal(number)
+    assert own.process.wait(timeout=20) == 0
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    for port in range(own.port, own.port + 2 + WORKERS):
+        with socket.socket() as probe:
+            assert probe.connect_ex(("127.0.0.1", port)) != 0
+    assert not (own.dir / "pion.directory").exists()
+
+
+def test_a_namespace_on_two_workers_is_dropped_from_one_of_them(own: RunningServer) -> None:
+    assert ask(own, 1, "KV.PREFIX.REGISTER", "twice", 4, "fp16") == "OK"
+    own.stop()
+    alone = RunningServer(port=own.port, dir=own.dir).start()
+    with Wire.tcp(own.port) as wire:
+        wire.ok("KV.PREFIX.REGISTER", "twice", 4, "fp16")
+    alone.stop()
+    own.start()
+    owners = {str(ask(own, worker, "KV.PREFIX.OWNER", "twice")) for worker in range(WORKERS)}
+    assert len(owners) == 1 and owners < {"0", "1"}
+    owner = int(owners.pop())
+    assert isinstance(ask(own, 1 - owner, "V.INFO", "twice_pk"), Refusal)
+    assert isinstance(ask(own, owner, "V.INFO", "twice_pk"), bytes)
+
+
+def test_one_worker_answers_on_its_own_port_too(shared: RunningServer) -> None:
+    with Wire.tcp(shared.port + 2) as wire:
+        assert wire.ask("PING") == "PONG"
+        info = wire.info("INFO", "server")
+    assert (info["affinity_port"], info["workers"]) == (str(shared.port + 2), "1")
+
+
+def test_a_profile_may_cap_the_workers_at_one(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o700)
+    flags = ("-w", "3", "--profile", "ai")
+    server = RunningServer(port=free_port_block(), dir=tmp_path / "data", flags=flags).start()
+    try:
+        with Wire.tcp(server.port) as wire:
+            assert wire.info("INFO", "server")["workers"] == "1"
+    finally:
+        server.stop()
+
+
+def test_a_taken_port_of_a_worker_is_fatal_and_nothing_listens(tmp_path: Path) -> None:
+    port = free_port_block(2 + WORKERS)
+    (tmp_path / "data").mkdir(mode=0o700)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", port + 3))
+        taken.listen()
+        server = RunningServer(port=port, dir=tmp_path / "data", flags=FLAGS)
+        with pytest.raises(RuntimeError, match="worker 1 needs a port of its own"):
+            server.start()
+    assert not server.answers()
