@@ -77,13 +77,11 @@ def guard(command: Command, context: Context, args: list[Arg]) -> list[Arg]:
     if config.ns_prefix and command.keys is not None and not command.any_prefix:
         _check_prefix(command.keys, config.ns_prefix, args)
     args = own_arguments(context.client.tenant, command, args) if context.client.tenant else args
-    if command.home:
-        _check_home(command, context, args)
-    return args
+    return _at_home(command, context, args) if command.home else args
 
 
-def _check_home(command: Command, context: Context, args: list[Arg]) -> None:
-    """Whether this worker may answer for what the command names."""
+def _at_home(command: Command, context: Context, args: list[Arg]) -> list[Arg]:
+    """The arguments, unless another worker has what they name. Raises CommandError."""
     assert command.keys is not None
     first, last = command.keys
     for key in args[first : len(args) if last < 0 else last + 1]:
@@ -91,6 +89,7 @@ def _check_home(command: Command, context: Context, args: list[Arg]) -> None:
         owner = context.server.directory.home(sids)
         if owner is not None:
             raise CommandError(lives_on(command, owner) + _named(command, context, key))
+    return args
 
 
 def _sessions_of(command: Command, key: bytes) -> tuple[bytes, ...]:

@@ -16,6 +16,7 @@ from pion_vllm_mlx.server.commands.kv_prefix_blocks import blocks_effect, parse_
 from pion_vllm_mlx.server.commands.kv_prefix_keep import overdue
 from pion_vllm_mlx.server.directory import sides_of
 from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.server.store.blocks import BlockTable
 from pion_vllm_mlx.server.store.eviction import drop_namespace
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, MAX_LAYER, VALUE_SUFFIX, Session
 from pion_vllm_mlx.server.store.records import Create, Record
@@ -101,14 +102,9 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
         Create(namespace + suffix, dim, requested, fmt, heads, side)
         for suffix, side in zip((KEY_SUFFIX, VALUE_SUFFIX), specs, strict=True)
     ]
-    directory = context.server.directory
-    owner = directory.claim(sides_of(namespace))
-    if owner is not None and table is not None:
-        raise CommandError(f"{where} session lives on worker {owner}")
-    # its rows go where the namespace is: nothing is created beside it
-    effects = _missing(context, creates) if owner is None else []
+    effects = _missing(context, creates) if _lives_here(context, namespace, table) else []
     if prefill or effects:
-        directory.set_prefill(namespace, prefill)
+        context.server.directory.set_prefill(namespace, prefill)
     if table is not None:
         effects += blocks_effect(context, namespace, table, effects)
     return Effect(effects, OK)
@@ -117,6 +113,14 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
 def _optional(given: Mapping[str, list[Arg]], name: str, low: int, high: int) -> int:
     """The number behind an option, 0 when it was not given."""
     return arguments.integer(given[name][0], name, low, high) if name in given else 0
+
+
+def _lives_here(context: Context, namespace: bytes, table: BlockTable | None) -> bool:
+    """Claim a namespace; where another worker has it, its rows and its ``table`` go there."""
+    owner = context.server.directory.claim(sides_of(namespace))
+    if owner is not None and table is not None:
+        raise CommandError(f"KV.PREFIX.REGISTER session lives on worker {owner}")
+    return owner is None
 
 
 def _missing(context: Context, creates: list[Create]) -> list[Record]:

@@ -41,6 +41,7 @@ def _server(server: Server) -> list[tuple[str, object]]:
         ("binary_port", server.binary_port),
         ("affinity_port", server.affinity_port),
         ("worker_id", server.ledger.worker_id),
+        ("worker_process_id", os.getpid()),
         ("workers", server.config.workers),
         ("uptime_in_seconds", server.ledger.uptime()),
         ("unix_socket", server.config.unixsocket or ""),

@@ -148,8 +148,7 @@ class Store:
             logged = await loop.run_in_executor(self._log_thread, wal.append, mine)
             for entry in logged:
                 self.state.apply(entry)
-        timed = [sid for e in effects if isinstance(e, Expire) for sid in e.sids]
-        self.on_change([sid for effect in effects for sid in sessions_of(effect)] + timed)
+        self.on_change([sid for effect in effects for sid in changed_by(effect)])
         self.on_effects(effects)
         if not copied:
             self.last_write = time.monotonic()
@@ -342,6 +341,11 @@ def sessions_of(effect: Record) -> tuple[bytes, ...]:
         case Drop():
             return effect.sids
     return ()
+
+
+def changed_by(effect: Record) -> tuple[bytes, ...]:
+    """The sessions about which a record changes anything that others are told."""
+    return effect.sids if isinstance(effect, Expire) else sessions_of(effect)
 
 
 async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
