@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import FrameType
 
 from pion_vllm_mlx import __version__
@@ -31,10 +31,9 @@ from pion_vllm_mlx.server.worker import MODULE, Orders
 
 log = logging.getLogger("pion_vllm_mlx.server")
 
-#: a worker that dies so soon after its start waits before the next.
-SOON_SECONDS = 5.0
+#: how long a worker that died is dead; doubled every time it does not even recover.
 FIRST_WAIT_SECONDS = 0.1
-#: so many deaths in a row, each soon after the start, end the server.
+#: so many starts in a row without a recovery end the server.
 MAX_DEATHS = 6
 #: how long a stop waits for workers that bring everything to disk.
 STOP_SECONDS = 60.0
@@ -71,7 +70,6 @@ class _Child:
     worker: int
     process: subprocess.Popen[bytes]
     ready: int
-    started: float = field(default_factory=time.monotonic)
     recovered: bool = False
 
     def let_in(self) -> None:
@@ -224,10 +222,9 @@ class Launcher:
         del self.children[worker]
         if not self.open:
             raise WorkersFailed(f"worker {worker} could not start")
-        quick = time.monotonic() - child.started < SOON_SECONDS
-        self.deaths[worker] = self.deaths.get(worker, 0) + 1 if quick else 1
+        self.deaths[worker] = 1 if child.recovered else self.deaths.get(worker, 0) + 1
         if self.deaths[worker] >= MAX_DEATHS:
-            raise WorkersFailed(f"worker {worker} died {MAX_DEATHS} times in a row")
+            raise WorkersFailed(f"worker {worker} did not recover")
         wait = FIRST_WAIT_SECONDS * 2 ** (self.deaths[worker] - 1)
         log.error("worker %d ended (status %s): started again", worker, child.process.returncode)
         self.waiting[worker] = time.monotonic() + wait

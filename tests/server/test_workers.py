@@ -295,6 +295,31 @@ def test_a_namespace_on_two_workers_is_dropped_from_one_of_them(own: RunningServ
     assert isinstance(ask(own, owner, "V.INFO", "twice_pk"), bytes)
 
 
+def test_tenants_see_their_own_on_every_worker_and_nothing_of_others(tmp_path: Path) -> None:
+    unix = tmp_path / "socket"
+    flags = ("--requirepass", "pw", "--tenant", "a=pa", "--tenant", "b=pb")
+    server = start(tmp_path / "data", *flags, "--unixsocket", str(unix))
+    try:
+        with on(server, 0) as home, on(server, 1) as mine, on(server, 1) as other:
+            home.ok("AUTH", "a", "pa")
+            mine.ok("AUTH", "a", "pa")
+            other.ok("AUTH", "b", "pb")
+            home.ok("KV.PREFIX.REGISTER", "n", 4, "fp16")
+            assert mine.ask("KV.PREFIX.LOOKUP", "n") == "HIT"
+            refusal = "ERR KV.PREFIX.DROP session lives on worker 0: n"
+            assert mine.ask("KV.PREFIX.DROP", "n") == refusal
+            assert other.ask("KV.PREFIX.LOOKUP", "n") == "MISS"
+            assert other.ask("KV.PREFIX.OWNER", "n") == "-1"
+            other.ok("KV.PREFIX.REGISTER", "n", 4, "fp16")
+            assert other.ask("KV.PREFIX.OWNER", "n") == "1"
+        with Wire.unix(str(unix)) as wire:
+            wire.ok("AUTH", "pw")
+            assert wire.ask("KV.PREFIX.LOOKUP", "a:n") == "HIT"
+    finally:
+        server.stop()
+    assert not unix.exists()
+
+
 def test_one_worker_answers_on_its_own_port_too(shared: RunningServer) -> None:
     with Wire.tcp(shared.port + 2) as wire:
         assert wire.ask("PING") == "PONG"

@@ -1,0 +1,155 @@
+"""The directory that workers share: what one says all know, also over rewrites and deaths."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from pion_vllm_mlx.server import directory as module
+from pion_vllm_mlx.server.directory import Directory, Known, SharedDirectory, sides_of
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[tuple[SharedDirectory, SharedDirectory]]:
+    path = tmp_path / "directory"
+    both = SharedDirectory(path, 0), SharedDirectory(path, 1)
+    yield both
+    for one in both:
+        one.close()
+
+
+Pair = tuple[SharedDirectory, SharedDirectory]
+
+
+def publish(directory: Directory, namespace: bytes, tokens: int = 0, deadline: int = 0) -> None:
+    keys, values = sides_of(namespace)
+    directory.publish({keys: Known(tokens, deadline), values: Known(0, deadline)})
+
+
+def test_a_claim_keeps_others_out_and_is_no_hit(pair: Pair) -> None:
+    a, b = pair
+    assert a.claim(sides_of(b"n")) is None
+    assert b.claim(sides_of(b"n")) == 0
+    assert b.elsewhere(b"n") is None
+    publish(a, b"n", 7)
+    assert b.elsewhere(b"n") == 7
+    assert a.elsewhere(b"n") is None and a.home(sides_of(b"n")) is None
+
+
+def test_one_side_keeps_the_other_together_with_it(pair: Pair) -> None:
+    a, b = pair
+    assert a.claim([b"n_pk"]) is None
+    assert b.claim([b"n_pv"]) == 0
+    assert b.claim([b"n"]) is None
+
+
+def test_a_claim_of_which_nothing_came_is_taken_back(pair: Pair) -> None:
+    a, b = pair
+    assert a.claim(sides_of(b"n")) is None
+    a.release()
+    assert b.claim(sides_of(b"n")) is None
+    assert a.claim(sides_of(b"n")) == 1
+    assert b.claim(sides_of(b"other")) is None
+    assert a.claim(sides_of(b"n")) is None
+
+
+def test_what_a_worker_no_longer_has_after_a_restart_is_gone(pair: Pair) -> None:
+    a, b = pair
+    publish(a, b"kept")
+    publish(a, b"lost")
+    publish(b, b"theirs")
+    again = {sid: Known(3, 0) for name in (b"kept", b"theirs") for sid in sides_of(name)}
+    assert set(a.start(again)) == set(sides_of(b"theirs"))
+    assert b.elsewhere(b"kept") == 3
+    assert b.elsewhere(b"lost") is None
+    assert a.elsewhere(b"theirs") == 0
+
+
+def test_a_deadline_ends_hits_elsewhere(pair: Pair) -> None:
+    a, b = pair
+    publish(a, b"n", deadline=1)
+    assert b.elsewhere(b"n") is None
+    publish(a, b"n", deadline=1 << 60)
+    assert b.elsewhere(b"n") == 0
+
+
+def test_prefill_times_and_touches_reach_the_others(pair: Pair) -> None:
+    a, b = pair
+    publish(a, b"n")
+    b.set_prefill(b"n", 40)
+    b.touch(b"n")
+    assert b.exchange() == set()
+    assert a.exchange() == {b"n"}
+    assert a.exchange() == set()
+    assert a.prefill_ms == {b"n": 40}
+    a.publish(dict.fromkeys(sides_of(b"n")))
+    b.exchange()
+    assert b.prefill_ms == {}
+
+
+def test_all_agree_after_many_changes_and_rewrites(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_KEEP_BYTES", 500)
+    for directory in pair:
+        directory._rewrite_at = 500
+    draw = random.Random(5)
+    model: dict[bytes, tuple[int, int]] = {}
+    for step in range(2000):
+        worker = draw.randrange(2)
+        name = b"n%d" % draw.randrange(12)
+        directory = pair[worker]
+        owner = model.get(name, (worker, 0))[0]
+        assert (directory.claim(sides_of(name)) is None) == (owner == worker)
+        if owner != worker:
+            continue
+        if draw.random() < 0.3:
+            directory.publish(dict.fromkeys(sides_of(name)))
+            model.pop(name, None)
+        else:
+            publish(directory, name, step)
+            model[name] = worker, step
+        asked = draw.randrange(2)
+        for known in (b"n%d" % number for number in range(12)):
+            at, tokens = model.get(known, (asked, 0))
+            assert pair[asked].elsewhere(known) == (None if at == asked else tokens)
+    late = SharedDirectory(tmp_path / "directory", 2)
+    assert late.count() == 2 * len(model)
+    assert late._generation > 3
+    late.close()
+
+
+def _change_for_ever(path: Path) -> None:
+    directory = SharedDirectory(path, 1)
+    step = 0
+    while True:
+        step += 1
+        publish(directory, b"n%d" % (step % 40), step)
+
+
+def test_a_worker_killed_while_it_writes_leaves_a_directory_that_works(tmp_path: Path) -> None:
+    path = tmp_path / "directory"
+    directory = SharedDirectory(path, 0)
+    publish(directory, b"mine", 5)
+    for _ in range(5):
+        process = get_context("spawn").Process(target=_change_for_ever, args=(path,))
+        process.start()
+        before = directory.count()
+        while directory.count() == before and before < 80:
+            pass
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        process.close()
+        publish(directory, b"mine", 5)
+        fresh = SharedDirectory(path, 2)
+        assert fresh.elsewhere(b"mine") == 5
+        assert directory.count() == fresh.count() and fresh._listed == directory._listed
+        fresh.close()
+    directory.close()
