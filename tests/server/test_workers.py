@@ -7,7 +7,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 
 from pion_vllm_mlx.cache.pion_store import PionStore
 from tests.conftest import RunningServer, free_port_block
-from tests.server.wire import Refusal, Wire
+from tests.server.wire import Refusal, Wire, request
 
 WORKERS = 3
 FLAGS = ("-w", str(WORKERS), "--independent-workers")
@@ -154,17 +153,25 @@ def test_registering_again_elsewhere_makes_no_second_copy(workers: RunningServer
     assert answer == "ERR KV.PREFIX.REGISTER session lives on worker 0"
 
 
-def test_two_workers_asked_at_once_create_a_namespace_once(workers: RunningServer) -> None:
-    with ThreadPoolExecutor(WORKERS) as pool:
-        for number in range(30):
-            words = ("KV.PREFIX.REGISTER", f"race{number}", 4, "fp16")
-            answers = list(pool.map(lambda w, c=words: ask(workers, w, *c), range(WORKERS)))
-            assert answers == ["OK"] * WORKERS
-    held = [
-        {n for n in range(30) if not isinstance(ask(workers, w, "V.INFO", f"race{n}_pk"), Refusal)}
-        for w in range(WORKERS)
-    ]
-    assert sorted(n for some in held for n in some) == list(range(30))
+def sessions(server: RunningServer) -> int:
+    """How many all workers hold together."""
+    total = 0
+    for worker in range(WORKERS):
+        with on(server, worker) as wire:
+            total += int(wire.info("KV.PREFIX.INFO")["vstore_sessions"])
+    return total
+
+
+def test_workers_asked_at_once_create_a_namespace_once(workers: RunningServer) -> None:
+    before = sessions(workers)
+    wires = [on(workers, worker) for worker in range(WORKERS)]
+    for number in range(60):
+        for wire in wires:
+            wire.send(request("KV.PREFIX.REGISTER", f"race{number}", 4, "fp16"))
+        assert [wire.reply() for wire in wires] == ["OK"] * WORKERS
+    for wire in wires:
+        wire.close()
+    assert sessions(workers) == before + 120
 
 
 def test_a_hit_is_credited_where_it_was_asked_with_what_the_owner_knows(
