@@ -86,6 +86,8 @@ def load_mapped(client: StoreClient, wanted: Wanted) -> RunArrays:
     try:
         tensors = _Files(wanted.mapping)
         arrays = [(run, tensors.rows(run, wanted.leaf(run))) for run in wanted.record.runs]
+        # reading begins now, beside what the caller does before it waits for it
+        mx.async_eval([array for _, array in arrays])
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise StoreUnavailable(f"KV.PREFIX.MAP answered something else: {error!r}") from error
     if wanted.verify_always:

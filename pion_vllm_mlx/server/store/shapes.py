@@ -19,10 +19,11 @@ from typing import NamedTuple
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import Format, Part, get_format
 
-#: mlx-lm grows its caches in steps of this many rows.
-GROWTH_ROWS = 256
-#: rows left free at the least, so that a short suffix needs no copy.
+#: rows left free at the least, so that a short suffix needs no copy. Every client that maps
+#: the run reads them too: more of them is slower than the copy of a long suffix's first append.
 SPARE_ROWS = 64
+#: runs end at a multiple of this many rows.
+GROWTH_ROWS = 64
 
 
 def padded_rows(rows: int) -> int:
