@@ -22,12 +22,14 @@ import fcntl
 import os
 import struct
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple
 
+from pion_vllm_mlx.server.lineage import lineage_of
 from pion_vllm_mlx.server.store.files import FILE_MODE
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, group_of
 
@@ -93,12 +95,20 @@ class Directory:
         """Rows of layer 0 of a namespace that another worker can serve; None without one."""
         return None
 
+    def expired(self, namespace: bytes) -> bool:
+        """Whether a side of a namespace of another worker is past its deadline."""
+        return False
+
+    def lineage_home(self, lineage: bytes) -> int | None:
+        """The other worker that holds segments of a lineage; None when none does, or this one."""
+        return None
+
     def count(self) -> int | None:
         """How many sessions all workers have published; None where only one could."""
         return None
 
     def claim(self, sids: Iterable[bytes]) -> int | None:
-        """Reserve sessions for this worker, or say which other one has them.
+        """Reserve sessions for this worker, or say which other one has them or their lineage.
 
         Under the store's write lock: a claim that is not published before the next one is
         taken back.
@@ -131,8 +141,9 @@ class Directory:
 class SharedDirectory(Directory):
     """The directory of worker ``worker``, in the file at ``path``. Raises OSError."""
 
-    def __init__(self, path: Path, worker: int) -> None:
+    def __init__(self, path: Path, worker: int, ns_prefix: bytes = b"") -> None:
         super().__init__()
+        self._ns_prefix = ns_prefix
         self.worker = worker
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
         self._seen = b""
@@ -140,6 +151,7 @@ class SharedDirectory(Directory):
         self._rewrite_at = _KEEP_BYTES
         self._position = 0
         self._listed: dict[bytes, Listed] = {}
+        self._lineages: dict[bytes, Counter[int]] = {}
         self._claimed: set[bytes] = set()
         self._hit_here: set[bytes] = set()
         self._hit_there: set[bytes] = set()
@@ -160,6 +172,19 @@ class SharedDirectory(Directory):
             return None
         return None if self.worker in (keys.owner, values.owner) else keys.tokens
 
+    def expired(self, namespace: bytes) -> bool:
+        self._follow()
+        sides = (self._listed.get(sid) for sid in sides_of(namespace))
+        return any(side.published and not side.alive() for side in sides if side is not None)
+
+    def lineage_home(self, lineage: bytes) -> int | None:
+        self._follow()
+        return self._lineage_elsewhere(lineage)
+
+    def _lineage_elsewhere(self, lineage: bytes) -> int | None:
+        owners: Mapping[int, int] = self._lineages.get(lineage, {})
+        return None if self.worker in owners else min(owners, default=None)
+
     def count(self) -> int:
         self._follow()
         return sum(listed.published for listed in self._listed.values())
@@ -178,6 +203,8 @@ class SharedDirectory(Directory):
         with self._changing():
             self._take_back()
             owner = self._other(together_all(sids))
+            for lineage in filter(None, (self._lineage_of(sid) for sid in sids)):
+                owner = self._lineage_elsewhere(lineage) if owner is None else owner
             if owner is None:
                 self._claimed = {sid for sid in sids if sid not in self._listed}
                 self._append(self._record(Kind.CLAIMED, sid) for sid in self._claimed)
@@ -276,6 +303,7 @@ class SharedDirectory(Directory):
         if generation != self._generation:
             self._generation, self._position = generation, 0
             self._listed.clear()
+            self._lineages.clear()
             self.prefill_ms.clear()
         start = _AREAS[generation % 2] + self._position
         self._apply(os.pread(self._fd, length - self._position, start))
@@ -324,11 +352,11 @@ class SharedDirectory(Directory):
     def _learn(self, kind: Kind, name: bytes, said: Listed) -> None:
         match kind:
             case Kind.CLAIMED:
-                self._listed[name] = said
+                self._list(name, said)
             case Kind.PUBLISHED:
-                self._listed[name] = said._replace(published=True)
+                self._list(name, said._replace(published=True))
             case Kind.GONE:
-                self._listed.pop(name, None)
+                self._list(name, None)
                 self.prefill_ms.pop(group_of(name), None)
             case Kind.PREFILL:
                 super().set_prefill(name, said.deadline_ms)
@@ -336,6 +364,27 @@ class SharedDirectory(Directory):
                 listed = self._listed.get(name + KEY_SUFFIX)
                 if listed is not None and listed.owner == self.worker:
                     self._hit_there.add(name)
+
+
+    def _lineage_of(self, sid: bytes) -> bytes | None:
+        return lineage_of(group_of(sid), self._ns_prefix)
+
+    def _list(self, name: bytes, listed: Listed | None) -> None:
+        """Note or forget a session; counts the segments of its lineage by worker."""
+        old = self._listed.pop(name, None)
+        if listed is not None:
+            self._listed[name] = listed
+        lineage = self._lineage_of(name)
+        if lineage is None or (old and old.owner) == (listed and listed.owner):
+            return
+        owners = self._lineages.setdefault(lineage, Counter())
+        for change, one in ((-1, old), (1, listed)):
+            if one is not None:
+                owners[one.owner] += change
+                if not owners[one.owner]:
+                    del owners[one.owner]
+        if not owners:
+            del self._lineages[lineage]
 
 
 def together_all(sids: Iterable[bytes]) -> set[bytes]:

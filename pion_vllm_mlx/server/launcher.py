@@ -25,7 +25,7 @@ from pion_vllm_mlx import __version__
 from pion_vllm_mlx.config import DIRECTORY_NAME
 from pion_vllm_mlx.errors import PionError
 from pion_vllm_mlx.server.folder import DataFolder
-from pion_vllm_mlx.server.listening import bind_affinity, bind_doors
+from pion_vllm_mlx.server.listening import bind_affinity, bind_doors, bind_own, own_socket
 from pion_vllm_mlx.server.session import ServerConfig
 from pion_vllm_mlx.server.worker import MODULE, Orders
 
@@ -100,6 +100,7 @@ class Launcher:
         self.directory.unlink(missing_ok=True)
         self.doors = bind_doors(config)
         self.affinity: list[socket.socket] = []
+        self.own: list[socket.socket | None] = []
         self.children: dict[int, _Child] = {}
         self.deaths: dict[int, int] = {}
         self.waiting: dict[int, float] = {}
@@ -108,10 +109,11 @@ class Launcher:
         try:
             for worker in range(config.workers):
                 self.affinity.append(bind_affinity(config, worker))
+                self.own.append(bind_own(config, worker))
             #: closed after every socket when a process dies: who finds the folder free finds
             #: the ports free
             self.lock = folder.copy_of_lock()
-        except OSError:
+        except (OSError, PionError):
             self._close_sockets()
             raise
 
@@ -171,7 +173,8 @@ class Launcher:
     def _start(self, worker: int) -> None:
         config = share(self.config, worker)
         lane = self.doors.lane if worker == 0 else None
-        doors = replace(self.doors, affinity=self.affinity[worker], lane=lane)
+        affinity, own = self.affinity[worker], self.own[worker]
+        doors = replace(self.doors, affinity=affinity, lane=lane, own=own)
         named = {name: sock.fileno() for name, sock in vars(doors).items() if sock is not None}
         reading, writing = os.pipe()
         port = self.doors.lane.getsockname()[1] if self.doors.lane else 0
@@ -248,11 +251,14 @@ class Launcher:
         self.directory.unlink(missing_ok=True)
         if self.config.unixsocket is not None:
             self.config.unixsocket.unlink(missing_ok=True)
+            for worker in range(self.config.workers):
+                own_socket(self.config.unixsocket, worker).unlink(missing_ok=True)
 
     def _close_sockets(self) -> None:
         self.doors.close()
-        for sock in self.affinity:
-            sock.close()
+        for sock in (*self.affinity, *self.own):
+            if sock is not None:
+                sock.close()
 
 
 def run(config: ServerConfig, folder: DataFolder) -> None:

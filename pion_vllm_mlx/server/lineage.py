@@ -10,6 +10,9 @@ key                    content
 ``pps:<mid>:seg:<n>``  hash: ``parent`` (−1: none), ``base``, ``len``, ``toks``
 =====================  ==========================================================
 
+The rows of segment ``n`` are those of namespace ``pps<mid>s<n>``. With --ns-prefix, both
+names begin with that prefix.
+
 A block is 64 tokens; its hash covers the hash of the block before it. Hashes only
 address: every token from the root on is compared before anything is a match.
 """
@@ -34,6 +37,23 @@ MAX_DEPTH = 4096
 _MAX_DIGITS = 20
 
 Fields = Mapping[bytes, bytes]
+_INDEX, _ROWS = b"pps:", b"pps"
+
+
+def rows_of(index: bytes, ns_prefix: bytes) -> bytes | None:
+    """What the namespaces of an index begin with, before ``s<n>``; None for a name of no index."""
+    for head in (b"", ns_prefix):
+        if index.startswith(head + _INDEX) and len(index) > len(head + _INDEX):
+            return head + _ROWS + index[len(head + _INDEX) :]
+    return None
+
+
+def lineage_of(namespace: bytes, ns_prefix: bytes) -> bytes | None:
+    """What all namespaces of this one's lineage begin with; None outside of any lineage."""
+    if not namespace.startswith((_ROWS, ns_prefix + _ROWS)):
+        return None
+    whole = namespace.rstrip(b"0123456789")
+    return whole[:-1] if whole != namespace and whole.endswith(b"s") else None
 
 
 @dataclass(frozen=True)

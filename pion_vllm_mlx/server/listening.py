@@ -35,9 +35,10 @@ class Listener(Protocol):
 
 @dataclass
 class Doors:
-    """Bound sockets by what is spoken there; workers share all but ``affinity``.
+    """Bound sockets by what is spoken there; workers share all but their own two.
 
-    ``lane`` is the binary lane's, for the one worker that serves it.
+    ``affinity`` is a worker's own port, ``own`` its own Unix socket. ``lane`` is the binary
+    lane's, for the one worker that serves it.
     """
 
     tcp: socket.socket
@@ -45,9 +46,10 @@ class Doors:
     tls: socket.socket | None = None
     lane: socket.socket | None = None
     unix: socket.socket | None = None
+    own: socket.socket | None = None
 
     def sockets(self) -> list[socket.socket]:
-        every = (self.tcp, self.affinity, self.tls, self.lane, self.unix)
+        every = (self.tcp, self.affinity, self.tls, self.lane, self.unix, self.own)
         return [sock for sock in every if sock is not None]
 
     def close(self) -> None:
@@ -72,6 +74,18 @@ def bind_affinity(config: ServerConfig, worker: int) -> socket.socket:
     """The port on which a worker alone accepts: ``P + 2 + w``, any one with ``-p 0``."""
     port = config.port + AFFINITY_OFFSET + worker if config.port else 0
     return bind(config.address, port, f"worker {worker} needs a port of its own, ")
+
+
+def own_socket(path: Path, worker: int) -> Path:
+    """The Unix socket on which a worker of several alone accepts."""
+    return path.with_name(f"{path.name}.{worker}")
+
+
+def bind_own(config: ServerConfig, worker: int) -> socket.socket | None:
+    """Bind that socket, where there is one for all. Raises OSError, ConfigError."""
+    if config.unixsocket is None:
+        return None
+    return _bind_unix(own_socket(config.unixsocket, worker))
 
 
 def bind_doors(config: ServerConfig) -> Doors:
@@ -189,7 +203,8 @@ async def listen(server: Server, doors: Doors) -> list[Listener]:
         )
     if doors.tls is not None:
         server.tls_port = doors.tls.getsockname()[1]
-    for sock, context in ((doors.tcp, None), (doors.tls, secure), (doors.unix, None)):
+    shared = ((doors.tcp, None), (doors.tls, secure), (doors.unix, None), (doors.own, None))
+    for sock, context in shared:
         if sock is not None:
             listeners.append(await _listen_on(server, sock, context))
     return listeners

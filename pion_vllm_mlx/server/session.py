@@ -59,6 +59,7 @@ class ServerConfig:
     appendfsync: str = "everysec"
     max_sessions: int = 256
     disk_budget: int = 0
+    share_equal: bool = True
     repair: bool = False
     ephemeral: bool = False
     embedded: bool = False
@@ -232,6 +233,10 @@ class Context:
         """The K and V sessions of a namespace that exist and are not past their deadline."""
         sides = (self.live(namespace + KEY_SUFFIX), self.live(namespace + VALUE_SUFFIX))
         return [session for session in sides if session is not None]
+
+    def overdue(self, namespace: bytes) -> bool:
+        """Whether a namespace is past its deadline and has not been dropped yet."""
+        return len(self.state.sides(namespace)) > len(self.sides(namespace))
 
     def session(self, sid: bytes, where: str) -> Session:
         """The session of that id. Raises CommandError when there is none."""

@@ -118,7 +118,9 @@ def main() -> int:
     orders = _orders()
     log_format.configure(orders.config.log_format)
     try:
-        worker = _Worker(orders, SharedDirectory(orders.directory, orders.config.worker))
+        config = orders.config
+        directory = SharedDirectory(orders.directory, config.worker, config.ns_prefix)
+        worker = _Worker(orders, directory)
         run_loop(serve(orders.config, worker.open_doors, worker.directory))
     except (PionError, ConfigError, OSError) as error:
         print(f"FATAL worker {orders.config.worker}: {error}", file=sys.stderr, flush=True)

@@ -26,6 +26,9 @@ def pair(tmp_path: Path) -> Iterator[tuple[SharedDirectory, SharedDirectory]]:
 
 Pair = tuple[SharedDirectory, SharedDirectory]
 
+#: some of them are lineages of one segment
+NAMES = [b"n%d" % number for number in range(6)] + [b"pps%ds1" % number for number in range(6)]
+
 
 def publish(directory: Directory, namespace: bytes, tokens: int = 0, deadline: int = 0) -> None:
     keys, values = sides_of(namespace)
@@ -79,6 +82,40 @@ def test_a_deadline_ends_hits_elsewhere(pair: Pair) -> None:
     assert b.elsewhere(b"n") == 0
 
 
+def test_the_segments_of_a_lineage_stay_together(pair: Pair) -> None:
+    a, b = pair
+    assert a.lineage_home(b"pps12") is None and b.lineage_home(b"pps12") is None
+    publish(a, b"pps12s1")
+    assert b.lineage_home(b"pps12") == 0 and a.lineage_home(b"pps12") is None
+    assert b.claim(sides_of(b"pps12s2")) == 0
+    assert a.claim(sides_of(b"pps12s2")) is None
+    a.release()
+    for free in (b"pps12", b"pps12s", b"pps123s1", b"xpps12s1", b"pps12s1x"):
+        assert b.claim(sides_of(free)) is None, free
+        b.release()
+    a.publish(dict.fromkeys(sides_of(b"pps12s1")))
+    assert b.lineage_home(b"pps12") is None
+    assert b.claim(sides_of(b"pps12s7")) is None
+    publish(b, b"pps12s7")
+    assert a.lineage_home(b"pps12") == 1
+
+
+def test_a_required_prefix_comes_before_the_names_of_lineages(tmp_path: Path) -> None:
+    a, b = (SharedDirectory(tmp_path / "directory", n, b"mine-") for n in (0, 1))
+    publish(a, b"mine-pps12s1")
+    assert b.claim(sides_of(b"mine-pps12s2")) == 0
+    a.close()
+    b.close()
+
+
+def test_a_namespace_elsewhere_is_past_its_deadline_for_all(pair: Pair) -> None:
+    a, b = pair
+    publish(a, b"n", deadline=1)
+    assert b.expired(b"n") and not b.expired(b"other")
+    publish(a, b"n", deadline=1 << 60)
+    assert not b.expired(b"n")
+
+
 def test_prefill_times_and_touches_reach_the_others(pair: Pair) -> None:
     a, b = pair
     publish(a, b"n")
@@ -103,7 +140,7 @@ def test_all_agree_after_many_changes_and_rewrites(
     model: dict[bytes, tuple[int, int]] = {}
     for step in range(2000):
         worker = draw.randrange(2)
-        name = b"n%d" % draw.randrange(12)
+        name = NAMES[draw.randrange(12)]
         directory = pair[worker]
         owner = model.get(name, (worker, 0))[0]
         assert (directory.claim(sides_of(name)) is None) == (owner == worker)
@@ -116,12 +153,13 @@ def test_all_agree_after_many_changes_and_rewrites(
             publish(directory, name, step)
             model[name] = worker, step
         asked = draw.randrange(2)
-        for known in (b"n%d" % number for number in range(12)):
+        for known in NAMES:
             at, tokens = model.get(known, (asked, 0))
             assert pair[asked].elsewhere(known) == (None if at == asked else tokens)
     late = SharedDirectory(tmp_path / "directory", 2)
     assert late.count() == 2 * len(model)
     assert late._generation > 3
+    assert late._lineages == pair[0]._lineages == pair[1]._lineages
     late.close()
 
 

@@ -119,12 +119,46 @@ def test_nothing_of_a_namespace_past_its_deadline_is_served(wire: Wire, ns: str)
 def test_housekeeping_drops_what_is_over_with_its_states(wire: Wire, ns: str) -> None:
     wire.ok("KV.PREFIX.REGISTER", ns, 64, "fp16")
     wire.ok("SSM.PREFIX.STORE", f"{ns}@8", 0, b"state")
+    before = int(wire.info("KV.PREFIX.INFO")["vstore_sessions"])
     wire.ask("KV.PREFIX.EXPIRE", ns, 0)
     deadline = time.monotonic() + 20
-    while wire.ask("SSM.PREFIX.FETCH", f"{ns}@8", 0) is not None:
+    while int(wire.info("KV.PREFIX.INFO")["vstore_sessions"]) > before - 2:
         assert time.monotonic() < deadline, "never dropped"
         time.sleep(0.02)
     assert b'"expired"' in wire.ask("KV.PREFIX.EXPLAIN", ns)
+    wire.ok("KV.PREFIX.REGISTER", ns, 64, "fp16")
+    assert wire.ask("SSM.PREFIX.FETCH", f"{ns}@8", 0) is None
+
+
+def test_no_state_of_a_namespace_past_its_deadline_is_served(tmp_path: Path) -> None:
+    sids = ("a", "a@8", "a@8@guard", "b@8", "ab")
+    with Driver(tmp_path) as driver:
+        driver.ask(*register("a"))
+        for sid in sids:
+            driver.ask(*state(sid, 0, 100))
+        driver.ask("KV.PREFIX.EXPIRE", "a", 50)
+        assert all(driver.state_of(sid, 0) is not None for sid in sids)
+        with later(51):
+            kept = [sid for sid in sids if driver.state_of(sid, 0) is not None]
+            assert kept == ["b@8", "ab"]
+            assert '"states": []' in driver.ask("KV.PREFIX.EXPLAIN", "a")
+        assert driver.ask("KV.PREFIX.EXPIRE", "a", -1) == 1
+        with later(51):
+            assert all(driver.state_of(sid, 0) is not None for sid in sids)
+
+
+@pytest.mark.parametrize("sid", ["a", "a@8"])
+def test_a_state_stored_behind_the_deadline_outlives_the_sweep(tmp_path: Path, sid: str) -> None:
+    with Driver(tmp_path) as driver:
+        driver.ask(*register("a"))
+        driver.ask(*state("a@9", 0, 100))
+        driver.ask("KV.PREFIX.EXPIRE", "a", 50)
+        with later(51):
+            driver.ask(*state(sid, 0, 100))
+            driver.loop.run_until_complete(driver.store.expire())
+            assert driver.state_of(sid, 0) is not None and driver.state_of("a@9", 0) is None
+    with Driver(tmp_path) as driver:
+        assert driver.state_of(sid, 0) is not None and held(driver) == set()
 
 
 def test_an_expired_namespace_is_registered_anew_and_empty(tmp_path: Path) -> None:

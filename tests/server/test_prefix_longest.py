@@ -6,7 +6,7 @@ import hashlib
 import random
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +209,24 @@ def _common(left: Tokens, right: Tokens) -> int:
             break
         count += 1
     return count
+
+
+def test_a_required_prefix_comes_before_both_names(lineage: Lineage) -> None:
+    lineage.add(1, list(range(100)))
+    driver = lineage.driver
+    driver.server.config = replace(driver.server.config, ns_prefix=b"mine-")
+    prompt = packed(list(range(100)))
+    assert "must start with" in refused(driver, "KV.PREFIX.LONGEST", f"pps:{MID}", prompt)
+    index = f"mine-pps:{MID}"
+    assert driver.ask("KV.PREFIX.LONGEST", index, prompt) == MISS
+    driver.ask("KV.PREFIX.REGISTER", f"mine-{namespace(1)}", 4, "fp16")
+    for side in ("_pk", "_pv"):
+        driver.ask("V.STOREBATCH", f"mine-{namespace(1)}{side}", 0, 0, 100, bytes(1600))
+    driver.ask("HSET", f"{index}:seg:1", "parent", -1, "base", 0, "len", 100, "toks", prompt)
+    driver.ask("HSET", f"{index}:blk", next(block_hashes(prompt)), "1:64")
+    answer = driver.ask("KV.PREFIX.LONGEST", index, prompt)
+    assert answer == [100, f"mine-{namespace(1)}".encode(), 100]
+    assert "pps:<id>" in refused(driver, "KV.PREFIX.LONGEST", f"mine-x{MID}", prompt)
 
 
 def test_bad_arguments_are_refused(lineage: Lineage) -> None:

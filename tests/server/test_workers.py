@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pion_vllm_mlx.cache.pion_store import PionStore
+from pion_vllm_mlx.server.lineage import block_hashes
 from tests.conftest import RunningServer, free_port_block
 from tests.server.wire import Refusal, Wire, request
 
@@ -207,6 +208,50 @@ def test_a_hit_elsewhere_keeps_a_namespace_from_being_evicted(tmp_path: Path) ->
             assert other.ask("KV.PREFIX.LOOKUP", "old") == "HIT"
     finally:
         server.stop()
+
+
+def test_an_expired_namespace_has_no_owner_anywhere(workers: RunningServer) -> None:
+    assert ask(workers, 0, "KV.PREFIX.REGISTER", "owned", 4, "fp16") == "OK"
+    assert ask(workers, 1, "KV.PREFIX.OWNER", "owned") == "0"
+    assert ask(workers, 0, "KV.PREFIX.EXPIRE", "owned", 0) == 1
+    assert ask(workers, 1, "KV.PREFIX.OWNER", "owned") == "-1"
+
+
+def test_a_lineage_lives_on_one_worker_and_the_others_say_which(workers: RunningServer) -> None:
+    tokens = np.arange(128, dtype="<u4").tobytes()
+    index, miss = "pps:0123ab", [0, None, 0]
+    for worker in range(WORKERS):
+        assert ask(workers, worker, "KV.PREFIX.LONGEST", index, tokens) == miss
+    with on(workers, 1) as home:
+        home.ok("KV.PREFIX.REGISTER", "pps0123abs1", 4, "fp16")
+        for side in ("_pk", "_pv"):
+            home.ok("V.STOREBATCH", f"pps0123abs1{side}", 0, 0, 128, bytes(16 * 128))
+        home.ask("HSET", f"{index}:seg:1", "parent", -1, "base", 0, "len", 128, "toks", tokens)
+        home.ask("HSET", f"{index}:blk", next(block_hashes(tokens)), "1:64")
+        assert home.ask("KV.PREFIX.LONGEST", index, tokens) == [128, b"pps0123abs1", 128]
+    for worker in (0, 2):
+        answer = ask(workers, worker, "KV.PREFIX.LONGEST", index, tokens)
+        assert answer == "ERR KV.PREFIX.LONGEST session lives on worker 1"
+        refusal = ask(workers, worker, "KV.PREFIX.REGISTER", "pps0123abs2", 4, "fp16")
+        assert refusal == "ERR KV.PREFIX.REGISTER session lives on worker 1"
+        refusal = ask(workers, worker, "V.CREATE", "pps0123abs2_pk", 4)
+        assert refusal == "ERR session lives on worker 1"
+        assert ask(workers, worker, "KV.PREFIX.REGISTER", "pps0123abs1", 4, "fp16") == "OK"
+    assert ask(workers, 1, "KV.PREFIX.REGISTER", "pps0123abs2", 4, "fp16") == "OK"
+    assert ask(workers, 1, "KV.PREFIX.DROP", "pps0123abs1", "pps0123abs2") == 2
+    assert ask(workers, 2, "KV.PREFIX.LONGEST", index, tokens) == miss
+
+
+def test_every_worker_has_a_unix_socket_of_its_own(tmp_path: Path) -> None:
+    unix = tmp_path / "socket"
+    server = start(tmp_path / "data", "--unixsocket", str(unix))
+    try:
+        for worker in range(WORKERS):
+            with Wire.unix(f"{unix}.{worker}") as wire:
+                assert wire.info("INFO", "server")["worker_id"] == str(worker)
+    finally:
+        server.stop()
+    assert not list(tmp_path.glob("socket*"))
 
 
 def test_twelve_fresh_connections_hit_and_a_store_finds_the_rows_in_one_hop(

@@ -116,9 +116,14 @@ def _optional(given: Mapping[str, list[Arg]], name: str, low: int, high: int) ->
 
 
 def _lives_here(context: Context, namespace: bytes, table: BlockTable | None) -> bool:
-    """Claim a namespace; where another worker has it, its rows and its ``table`` go there."""
-    owner = context.server.directory.claim(sides_of(namespace))
-    if owner is not None and table is not None:
+    """Claim a namespace; where another worker has it, its rows and its ``table`` go there.
+
+    One that nobody has belongs where the rest of its lineage lives.
+    """
+    directory = context.server.directory
+    owner = directory.claim(sides_of(namespace))
+    nowhere = owner is not None and directory.home(sides_of(namespace)) is None
+    if owner is not None and (nowhere or table is not None):
         raise CommandError(f"KV.PREFIX.REGISTER session lives on worker {owner}")
     return owner is None
 
@@ -300,7 +305,8 @@ def kv_prefix_explain(context: Context, args: list[Arg]) -> Reply:
     keys = context.live(namespace + KEY_SUFFIX)
     values = context.live(namespace + VALUE_SUFFIX)
     reason, at = state.gone.get(namespace, ("", 0))
-    if len(state.sides(namespace)) > len(context.sides(namespace)):
+    overdue_now = context.overdue(namespace)
+    if overdue_now:
         reason = "expired"
     elsewhere = context.server.directory.home(sides_of(namespace))
     if keys is not None and values is not None:
@@ -321,7 +327,7 @@ def kv_prefix_explain(context: Context, args: list[Arg]) -> Reply:
         "since": at or None,
         "k": _side(keys),
         "v": _side(values),
-        "states": sorted(state.states.get(namespace, {})),
+        "states": [] if overdue_now else sorted(state.states.get(namespace, {})),
         "worker": context.server.ledger.worker_id,
     }
     return json.dumps(answer)

@@ -26,7 +26,7 @@ MAX_EXPIRE_SECONDS = 315_360_000
 def overdue(context: Context, sid: bytes) -> list[Record]:
     """The records that drop the namespace of a session where it is past its deadline."""
     namespace = group_of(sid)
-    if len(context.state.sides(namespace)) == len(context.sides(namespace)):
+    if not context.overdue(namespace):
         return []
     return drop_namespace(context.state, namespace, "expired", int(time.time()))
 
@@ -108,5 +108,6 @@ def kv_prefix_owner(context: Context, args: list[Arg]) -> Reply:
     namespace = arguments.sid(args[1])
     if context.sides(namespace):
         return Simple(str(context.server.ledger.worker_id))
-    owner = context.server.directory.home(sides_of(namespace))
-    return Simple(str(-1 if owner is None else owner))
+    directory = context.server.directory
+    owner = directory.home(sides_of(namespace))
+    return Simple(str(-1 if owner is None or directory.expired(namespace) else owner))

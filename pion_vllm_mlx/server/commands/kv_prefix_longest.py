@@ -1,20 +1,17 @@
-"""KV.PREFIX.LONGEST: the longest stored prefix of a prompt, in one round trip."""
+"""KV.PREFIX.LONGEST: the longest stored prefix of a prompt, in one round trip.
+
+A lineage lives on one worker, keys and rows: the one on which its first segment was
+registered. Asked anywhere else, the command says which that is.
+"""
 
 from __future__ import annotations
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Reply, command
-from pion_vllm_mlx.server.lineage import TOKEN_BYTES, Index
+from pion_vllm_mlx.server.lineage import TOKEN_BYTES, Index, rows_of
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.wire.resp import Arg
-
-_PREFIX = b"pps:"
-
-
-def _namespace(index: bytes, segment: int) -> bytes:
-    """``pps<mid>s<segment>``: where the rows of a segment are stored."""
-    return b"pps%ss%d" % (index[len(_PREFIX) :], segment)
 
 
 def _holds(context: Context, namespace: bytes, rows: int) -> bool:
@@ -32,21 +29,30 @@ def _holds(context: Context, namespace: bytes, rows: int) -> bool:
     "The longest stored prefix of a prompt in a lineage index: length, namespace, position.",
     syntax="index token_blob",
     kvcache=True,
+    keys=(1, 1),
     extension=True,
 )
 def kv_prefix_longest(context: Context, args: list[Arg]) -> Reply:
     where = "KV.PREFIX.LONGEST"
     name, prompt = arguments.sid(args[1]), arguments.word(args[2])
-    if not name.startswith(_PREFIX) or len(name) == len(_PREFIX):
+    lineage = rows_of(name, context.server.config.ns_prefix)
+    if lineage is None:
         raise CommandError(f"{where}: an index is called pps:<id>")
     if len(prompt) % TOKEN_BYTES:
         raise CommandError(f"{where}: token blob size {len(prompt)} is no multiple of 4")
+    owner = context.server.directory.lineage_home(lineage)
+    if owner is not None:
+        raise CommandError(f"{where} session lives on worker {owner}")
+
+    def namespace(segment: int) -> bytes:
+        return b"%ss%d" % (lineage, segment)
+
     index = Index(
         name,
         context.keys.hash,
-        lambda segment, rows: _holds(context, _namespace(name, segment), rows),
+        lambda segment, rows: _holds(context, namespace(segment), rows),
     )
     match = index.longest(prompt)
     if match is None:
         return [0, None, 0]
-    return [match.length, _namespace(name, match.leaf), match.length - match.base]
+    return [match.length, namespace(match.leaf), match.length - match.base]

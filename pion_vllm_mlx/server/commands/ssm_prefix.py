@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from crc32c import crc32c
@@ -9,11 +10,12 @@ from crc32c import crc32c
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Effect, Reply, command
+from pion_vllm_mlx.server.commands.kv_prefix_keep import overdue
 from pion_vllm_mlx.server.inbound import MemoryInbound, RefusedBulk, StreamInbound
 from pion_vllm_mlx.server.outbound import Stream, file_range
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.index import StateBlob
-from pion_vllm_mlx.server.store.records import DropStates, StoreState
+from pion_vllm_mlx.server.store.records import DropStates, Record, StoreState
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, state_is_intact
 from pion_vllm_mlx.server.store.segments import Region
 from pion_vllm_mlx.server.store.space import disk_error
@@ -22,6 +24,15 @@ from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Simple
 
 OK = Simple("OK")
 MAX_STATE_LAYER = 65535
+
+
+def _namespaces(sid: bytes) -> Iterator[bytes]:
+    """The namespaces whose states may lie under a sid: its own, and of ``ns@…`` ``ns``."""
+    yield sid
+    at = sid.find(b"@")
+    while at >= 0:
+        yield sid[:at]
+        at = sid.find(b"@", at + 1)
 
 
 class StateInbound(StreamInbound):
@@ -133,7 +144,11 @@ def ssm_prefix_store(context: Context, args: list[Arg], stored: StoredState) -> 
     record = StoreState(
         stored.sid, stored.layer, stored.length, stored.crc, segment, offset, stored.blob
     )
-    return Effect([record], OK)
+    # what is past its deadline goes first, or this state would go along with it
+    late: list[Record] = []
+    for namespace in _namespaces(stored.sid):
+        late += overdue(context, namespace)
+    return Effect([*late, record], OK)
 
 
 async def _verified(context: Context, sid: bytes, blob: StateBlob) -> bool:
@@ -159,7 +174,7 @@ async def ssm_prefix_fetch(context: Context, args: list[Arg]) -> Reply:
     sid = arguments.sid(args[1])
     layer = arguments.integer(args[2], "layer", 0, MAX_STATE_LAYER)
     blob = context.state.states.get(sid, {}).get(layer)
-    if blob is None:
+    if blob is None or any(map(context.overdue, _namespaces(sid))):
         return None
     piece = file_range(blob.place, 0, blob.length)
     if not await _verified(context, sid, blob):
