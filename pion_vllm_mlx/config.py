@@ -19,6 +19,9 @@ PION_DISABLE_FUSED_ATTEND=1      two-step merge on the client
 PION_NO_EXPLICIT_EVAL=1          skip the explicit evaluation barrier
 PION_DEBUG_SPARSE_AUTO=1         print failing sparse calls
 PION_LINEAGE=0                   no lineage index
+PION_API_KEY                     key of serve's clients, where --api-key names none
+PION_ENGINE_KEY                  what serve and its engine process share; set by serve
+PION_ENGINE_TENANT               whose prefixes the engine process stores; set by serve
 ===============================  ===============================================================
 """
 
@@ -28,7 +31,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import platformdirs
@@ -110,6 +113,24 @@ class ServerEnvironment:
 
 
 @dataclass(frozen=True)
+class EngineEnvironment:
+    """What an engine process of ``serve`` gets through its environment: ``ps`` shows no flags."""
+
+    key: str = field(default="", repr=False)
+    tenant: str = ""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> EngineEnvironment:
+        """Read what the front has set; empty without one."""
+        env = os.environ if environ is None else environ
+        return cls(env.get("PION_ENGINE_KEY", ""), env.get("PION_ENGINE_TENANT", ""))
+
+    def variables(self) -> dict[str, str]:
+        """The variables that say so."""
+        return {"PION_ENGINE_KEY": self.key, "PION_ENGINE_TENANT": self.tenant}
+
+
+@dataclass(frozen=True)
 class EmbeddedDefaults:
     """What an embedded server does unless a flag says otherwise.
 
@@ -160,6 +181,11 @@ def child_environment(prepend: Mapping[str, str]) -> dict[str, str]:
         known = env.get(name)
         env[name] = f"{entry}{os.pathsep}{known}" if known else entry
     return env
+
+
+def serve_api_key() -> str | None:
+    """The API key of ``serve`` where no flag names one."""
+    return os.environ.get("PION_API_KEY") or None
 
 
 def preloaded_libraries() -> str:

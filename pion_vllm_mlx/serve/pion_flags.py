@@ -1,0 +1,146 @@
+"""The flags of the store, shared by the front (which prints and checks them) and the engines."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DURABLE_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class PionFlags:
+    """How an engine uses the store.
+
+    ``host`` and ``port`` are None unless named: then the embedded server of the user's data
+    folder is joined or started.  ``vquant`` None: rows keep the cache's own dtype.
+    ``durable_tokens`` 0: no COMMIT.
+    """
+
+    host: str | None = None
+    port: int | None = None
+    vquant: str | None = None
+    budget_gb: float = 4.0
+    min_gain: int = 16
+    enabled: bool = True
+    durable_tokens: int = 0
+    resume: bool = True
+
+    @property
+    def budget_bytes(self) -> int:
+        """The byte budget of the stored conversations; 0 is none."""
+        return int(self.budget_gb * 10**9)
+
+    @property
+    def url(self) -> str:
+        """Where the store is, as the clients of ``cache`` take it."""
+        if self.host is None and self.port is None:
+            return "embedded:"
+        host = self.host or "127.0.0.1"
+        return f"tcp://{f'[{host}]' if ':' in host else host}:{self.port or 1974}"
+
+    def to_arguments(self) -> list[str]:
+        """The flags that give the same again."""
+        words = ["--pion-budget-gb", repr(self.budget_gb), "--pion-min-gain", str(self.min_gain)]
+        if self.host is not None:
+            words += ["--pion-host", self.host]
+        if self.port is not None:
+            words += ["--pion-port", str(self.port)]
+        if self.vquant is not None:
+            words += ["--pion-vquant", self.vquant]
+        if self.durable_tokens:
+            words += ["--durable", str(self.durable_tokens)]
+        words += [] if self.enabled else ["--no-pion"]
+        return words if self.resume else [*words, "--no-resume"]
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> PionFlags:
+        """From what a parser with ``add_pion_flags`` gave."""
+        return cls(
+            host=options.pion_host,
+            port=options.pion_port,
+            vquant=options.pion_vquant,
+            budget_gb=options.pion_budget_gb,
+            min_gain=options.pion_min_gain,
+            enabled=not options.no_pion,
+            durable_tokens=options.durable,
+            resume=not options.no_resume,
+        )
+
+
+def add_pion_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the store to ``parser``."""
+    group = parser.add_argument_group("the store")
+    group.add_argument(
+        "--pion-host",
+        metavar="HOST",
+        help="server of the store (default: the embedded one of the data folder)",
+    )
+    group.add_argument(
+        "--pion-port", type=_port, metavar="PORT", help="its port (with --pion-host: 1974)"
+    )
+    group.add_argument(
+        "--pion-vquant", metavar="FORMAT", help="storage format (default: the cache's own dtype)"
+    )
+    group.add_argument(
+        "--pion-budget-gb",
+        type=_gigabytes,
+        default=4.0,
+        metavar="GB",
+        help="bytes that stored conversations may take, 0: no limit (default: 4)",
+    )
+    group.add_argument(
+        "--pion-min-gain",
+        type=_count,
+        default=16,
+        metavar="TOKENS",
+        help="restore only what adds so many tokens (default: 16)",
+    )
+    group.add_argument(
+        "--no-pion", action="store_true", help="no store: prefixes are kept in this process only"
+    )
+    group.add_argument(
+        "--durable",
+        type=_count,
+        nargs="?",
+        const=DURABLE_TOKENS,
+        default=0,
+        metavar="TOKENS",
+        help="COMMIT after each stored prompt and so many generated tokens (bare: 64)",
+    )
+    group.add_argument(
+        "--no-resume",
+        action="store_true",
+        help="keep no journal; an interrupted reply is not continued",
+    )
+
+
+def take_pion_flags(arguments: Sequence[str]) -> tuple[PionFlags, list[str]]:
+    """The flags of the store, and the arguments that are left."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add_pion_flags(parser)
+    options, rest = parser.parse_known_args(list(arguments))
+    return PionFlags.from_options(options), rest
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 < number < 65536:
+        raise argparse.ArgumentTypeError("a port is 1 to 65535")
+    return number
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError("must not be negative")
+    return number
+
+
+def _gigabytes(text: str) -> float:
+    number = float(text)
+    if number < 0 or not math.isfinite(number):
+        raise argparse.ArgumentTypeError("must be a number, not negative")
+    return number
