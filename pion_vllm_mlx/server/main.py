@@ -55,6 +55,7 @@ def store_config(config: ServerConfig) -> StoreConfig:
         appendfsync=config.appendfsync,
         max_sessions=config.max_sessions,
         disk_budget=config.disk_budget,
+        share_equal=config.share_equal,
         salvage=config.repair or config.embedded,
     )
 

@@ -49,10 +49,17 @@ def _choice(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
+def _switch(text: str) -> bool:
+    return _choice("on", "off")(text) == "on"
+
+
 def _policy(text: str) -> str:
-    if text != "noeviction":
-        raise ValueError(f"'{text}': only noeviction is supported, prefixes leave by other limits")
-    return text
+    if text in _EVICTING:
+        raise ValueError(
+            f"'{text}' is not supported, only noeviction is: plain keys are durable and lead to "
+            "prefixes, so none is evicted; prefixes leave by --disk-budget and --max-sessions"
+        )
+    return _choice("noeviction")(text)
 
 
 def _tls(fields: dict[str, Any]) -> TlsConfig | None:
@@ -139,6 +146,9 @@ _FLAGS: dict[str, Flag] = {
         "max_sessions", _number(2, 1 << 24), help="sessions kept (256)", metavar="N"
     ),
     "--disk-budget": Flag("disk_budget", size, help="bytes on disk, 0: no limit", metavar="BYTES"),
+    "--share-equal": Flag(
+        "share_equal", _switch, help="store equal rows of a tenant once (on)", metavar="on|off"
+    ),
     "--repair": Flag("repair", help="salvage damaged state files"),
     "--ephemeral": Flag("ephemeral", help="keep nothing past this process"),
     "--stall-timeout": Flag(
@@ -207,6 +217,10 @@ _FLAGS["--profile"] = Flag("profile", _choice("kv", "vector", "ai", "full"))
 _SHORT = {"-p": "--port", "-w": "--workers"}
 _NOTICE = ("--inference", "--flare", "--emb-enabled", "--llm-enabled", "--nle-embed")
 _LAST_PORT = 65535
+#: what redis has beside noeviction.
+_EVICTING = tuple(
+    f"{keys}-{order}" for keys in ("allkeys", "volatile") for order in ("lru", "lfu", "random")
+) + ("volatile-ttl",)
 _NOT_YET: tuple[str, ...] = ("--attend-budget",)
 
 

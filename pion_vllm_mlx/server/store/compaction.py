@@ -3,13 +3,14 @@
 A copy is stored like new rows: into a new segment, then a record that lays it over the
 rows it was made from. Content never changes, whatever is lost in between; the old segment
 goes when nothing lives in it any more. A source is verified before it is copied, however
-often it was verified before: a copy gets a checksum of its own.
+often it was verified before: a copy gets a checksum of its own. A run in which rows of
+several sessions live (``sharing``) is copied once, for all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from crc32c import crc32c
 
@@ -21,6 +22,7 @@ from pion_vllm_mlx.server.store.index import (
     LayerRows,
     Session,
     StateBlob,
+    group_of,
     place_file,
 )
 from pion_vllm_mlx.server.store.records import Record, Rows, Seal, StoreState
@@ -50,15 +52,31 @@ SHORT_RUN_BYTES = 1 << 20
 MERGE_RUNS = 16
 
 
+def _shows(state: State, session: Session, layer: int, seen: list[Extent]) -> bool:
+    """Whether a layer of a session that still lives shows these very extents."""
+    rows = session.layers.get(layer)
+    same = state.sessions.get(session.sid) is session
+    return same and rows is not None and rows.extents is seen
+
+
 @dataclass(frozen=True)
 class RowsCopy:
-    """Rows ``[start, end)`` of a layer, which ``seen`` (all its extents) shows in a row."""
+    """Rows ``[start, end)`` of a layer, which ``seen`` (all its extents) shows in a row.
+
+    ``sharers``: other sessions that show the same rows of the same run there, each with
+    all extents of its layer.
+    """
 
     session: Session
     layer: int
     seen: list[Extent]
     start: int
     end: int
+    sharers: tuple[tuple[Session, list[Extent]], ...] = ()
+
+    @property
+    def group(self) -> bytes:
+        return group_of(self.session.sid)
 
     @property
     def nbytes(self) -> int:
@@ -77,14 +95,16 @@ class RowsCopy:
     def shape(self) -> RunShape:
         """The new run's: spare rows only where the layer ends."""
         last = self.extents[-1].run.shape
-        kind = RunShape.spaced if self.end == self.seen[-1].end else RunShape.dense
+        ends = [self.seen[-1].end, *(seen[-1].end for _, seen in self.sharers)]
+        kind = RunShape.spaced if self.end in ends else RunShape.dense
         return kind(last.spec, self.end - self.start, last.head_major)
 
-    def still_there(self, state: State) -> bool:
-        """Whether the rows are the ones that were copied."""
-        rows = self.session.layers.get(self.layer)
-        same = state.sessions.get(self.session.sid) is self.session
-        return same and rows is not None and rows.extents is self.seen
+    def effects(self, state: State, record: Record) -> Iterator[Record]:
+        """The copy's record, for each session whose rows are the ones that were copied."""
+        assert isinstance(record, Rows)
+        for session, seen in ((self.session, self.seen), *self.sharers):
+            if _shows(state, session, self.layer, seen):
+                yield replace(record, sid=session.sid)
 
     def write(self, region: Region) -> tuple[Record, list[Tensor]]:
         """Copy into the region. Blocks; raises DamagedData, OSError."""
@@ -122,6 +142,10 @@ class StateCopy:
     blob: StateBlob
 
     @property
+    def group(self) -> bytes:
+        return self.sid
+
+    @property
     def nbytes(self) -> int:
         return self.blob.length
 
@@ -129,9 +153,10 @@ class StateCopy:
     def parts(self) -> int:
         return 1
 
-    def still_there(self, state: State) -> bool:
-        """Whether the state is the one that was copied."""
-        return state.states.get(self.sid, {}).get(self.layer) is self.blob
+    def effects(self, state: State, record: Record) -> Iterator[Record]:
+        """The copy's record, if the state is the one that was copied."""
+        if state.states.get(self.sid, {}).get(self.layer) is self.blob:
+            yield record
 
     def write(self, region: Region) -> tuple[Record, list[Tensor]]:
         """Copy into the region. Blocks; raises DamagedData, OSError."""
@@ -153,14 +178,12 @@ class StateCopy:
 Copy = RowsCopy | StateCopy
 
 
-def _live_bytes(state: State, group: bytes) -> dict[str, tuple[int, int]]:
-    """Bytes of each segment of a group that live: with the spare rows of runs, and without."""
-    found: dict[str, tuple[int, int]] = {}
+#: the bytes of a run or state that live: with the spare rows behind them, and without.
+_Live = tuple[int, int]
 
-    def add(segment: Segment, spaced: int, dense: int) -> None:
-        before = found.get(segment.name, (0, 0))
-        found[segment.name] = (before[0] + spaced, before[1] + dense)
 
+def _live_runs(state: State, group: bytes) -> Iterator[tuple[InSegment, _Live]]:
+    """The places of a group's runs and states in segments, and what lives there for it."""
     for session in sessions_of(state, group):
         for rows in session.layers.values():
             for extent in rows.extents:
@@ -168,11 +191,28 @@ def _live_bytes(state: State, group: bytes) -> dict[str, tuple[int, int]]:
                 if isinstance(place, InSegment):
                     dense = (extent.end - extent.start) * shape.spec.row_bytes
                     spare = (shape.file_bytes - shape.data_bytes) // extent.run.live
-                    add(place.segment, dense + spare, dense)
+                    yield place, (dense + spare, dense)
     for blob in state.states.get(group, {}).values():
         if isinstance(blob.place, InSegment):
-            add(blob.place.segment, blob.length, blob.length)
-    return found
+            yield blob.place, (blob.length, blob.length)
+
+
+def _live_bytes(state: State, segments: Sequence[Segment]) -> dict[str, _Live]:
+    """Bytes of each segment that live, for whichever group; shared ones count once."""
+    live: dict[str, dict[int, _Live]] = {segment.name: {} for segment in segments}
+    for group in {group for segment in segments for group in segment.groups()}:
+        mine: dict[tuple[str, int], _Live] = {}
+        for place, (spaced, dense) in _live_runs(state, group):
+            if place.segment.name in live:
+                key = place.segment.name, place.offset
+                before = mine.get(key, (0, 0))
+                mine[key] = before[0] + spaced, before[1] + dense
+        for (name, offset), found in mine.items():
+            live[name][offset] = max(found, live[name].get(offset, (0, 0)))
+    return {
+        name: (sum(one[0] for one in runs.values()), sum(one[1] for one in runs.values()))
+        for name, runs in live.items()
+    }
 
 
 def _wasteful(state: State, folder: SegmentFolder, group: bytes) -> list[Segment]:
@@ -180,12 +220,11 @@ def _wasteful(state: State, folder: SegmentFolder, group: bytes) -> list[Segment
 
     Holes are not counted as dead, whether the file system has holes or not.
     """
-    live = _live_bytes(state, group)
+    segments = [s for s in folder.of_group(group) if s.uses and not s.writers]
+    live = _live_bytes(state, segments)
     found = []
-    for segment in folder.of_group(group):
-        if segment.writers or not segment.uses:
-            continue
-        spaced, dense = live.get(segment.name, (0, 0))
+    for segment in segments:
+        spaced, dense = live[segment.name]
         if segment.sealed:
             size = segment.size - segment.header_bytes
         else:
@@ -214,8 +253,30 @@ def _stretches(extents: Sequence[Extent], chosen: Sequence[bool]) -> Iterator[li
         yield stretch
 
 
+def _sharers(
+    state: State, session: Session, layer: int, extent: Extent
+) -> tuple[tuple[Session, list[Extent]], ...]:
+    """Other sessions that show the same rows of the same run, with their layer's extents."""
+    place, found = extent.run.place, []
+    if isinstance(place, InSegment) and place.segment.guests:
+        for group in place.segment.groups():
+            for other in sessions_of(state, group):
+                seen = other.layers[layer].extents if layer in other.layers else []
+                if other is not session and any(_same_rows(extent, one) for one in seen):
+                    found.append((other, seen))
+    return tuple(found)
+
+
+def _same_rows(one: Extent, other: Extent) -> bool:
+    mine, theirs = one.run.place, other.run.place
+    if not (isinstance(mine, InSegment) and isinstance(theirs, InSegment)):
+        return False
+    same = mine.segment is theirs.segment and mine.offset == theirs.offset
+    return same and (one.start, one.end, one.row) == (other.start, other.end, other.row)
+
+
 def _layer_copies(
-    session: Session, layer: int, wasteful: set[str], limit: int
+    state: State, session: Session, layer: int, wasteful: set[str], limit: int
 ) -> Iterator[RowsCopy]:
     rows = session.layers[layer]
     extents = rows.extents
@@ -229,6 +290,11 @@ def _layer_copies(
         for stretch in _stretches(extents, short):
             for extent in stretch if len(stretch) > MERGE_RUNS else ():
                 merging[at[id(extent)]] = True
+    for index, extent in enumerate(extents):
+        sharers = _sharers(state, session, layer, extent) if leaving[index] else ()
+        if sharers:
+            leaving[index] = merging[index] = False
+            yield RowsCopy(session, layer, extents, extent.start, extent.end, sharers)
     step = max(1, limit // rows.spec.row_bytes)
     for stretch in _stretches(extents, [a or b for a, b in zip(leaving, merging, strict=True)]):
         start, end = stretch[0].start, stretch[-1].end
@@ -241,21 +307,27 @@ def plan(state: State, folder: SegmentFolder, group: bytes, limit: int) -> list[
 
     On the event loop. Reads no rows.
     """
-    wasteful = {segment.name for segment in _wasteful(state, folder, group)}
+    segments = _wasteful(state, folder, group)
+    wasteful = {segment.name for segment in segments}
+    guests = (guest for segment in segments for guest in segment.guests)
     copies: list[Copy] = []
     total = 0
-    for copy in _all_copies(state, group, wasteful, limit):
-        if copies and total + copy.nbytes > limit:
-            break
-        copies.append(copy)
-        total += copy.nbytes
+    for one in dict.fromkeys((group, *guests)):
+        for copy in _all_copies(state, one, wasteful, limit):
+            if copies and total + copy.nbytes > limit:
+                return copies
+            copies.append(copy)
+            total += copy.nbytes
+        if copies:
+            # names in a file are those of one group
+            return copies
     return copies
 
 
 def _all_copies(state: State, group: bytes, wasteful: set[str], limit: int) -> Iterator[Copy]:
     for session in sessions_of(state, group):
         for layer in session.layers:
-            yield from _layer_copies(session, layer, wasteful, limit)
+            yield from _layer_copies(state, session, layer, wasteful, limit)
     for layer, blob in state.states.get(group, {}).items():
         if isinstance(blob.place, InSegment) and blob.place.segment.name in wasteful:
             yield StateCopy(group, layer, blob)
@@ -275,10 +347,10 @@ class Job:
     why: str = ""
 
     @classmethod
-    def begin(cls, folder: SegmentFolder, group: bytes, copies: list[Copy]) -> Job:
+    def begin(cls, folder: SegmentFolder, copies: list[Copy]) -> Job:
         """Make the segment. On the event loop; raises OSError."""
         header = header_bytes_for(sum(copy.parts for copy in copies) + 2)
-        segment = folder.create_closed(group, header)
+        segment = folder.create_closed(copies[0].group, header)
         regions = []
         for copy in copies:
             offset = segment.append(copy.nbytes, copy.parts)
@@ -308,5 +380,5 @@ class Job:
     def effects(self, state: State) -> list[Record]:
         """The records of what is still as it was copied; the seal comes last."""
         pairs = zip(self.copies, self.records, strict=True)
-        records = [record for copy, record in pairs if copy.still_there(state)]
+        records = [one for copy, record in pairs for one in copy.effects(state, record)]
         return [*records, self.seal] if records and self.seal else []

@@ -2,7 +2,8 @@
 
 The state names the groups that got untidy: something in them died, or their runs are many.
 A step copies one group's live bytes out of segments that are mostly dead (``compaction``);
-then these go. While it copies nobody waits; the write lock is held as for any store.
+then these go. When all is tidy, a step looks for rows that are stored twice (``sharing``).
+While it copies nobody waits; the write lock is held as for any store.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from pion_vllm_mlx.server.store.compaction import Job, RowsCopy, plan
+from pion_vllm_mlx.server.store.sharing import Sharer
 from pion_vllm_mlx.server.store.store import Store
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +33,10 @@ class Reclaimer:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._sharer = Sharer(store)
 
     async def step(self) -> bool:
-        """Tidy a group, or a part of it; whether there was something to do.
+        """Tidy a group or share a session's rows, or a part; whether there was something to do.
 
         Raises CommandError or OSError when the disk refuses; the group is then left alone
         until it changes again.
@@ -40,16 +45,21 @@ class Reclaimer:
         if not store.config.wal and store.paths.vstore.exists():
             # the snapshot names the old segments, and no log would name the new ones
             return False
+        if store.space.emptied():
+            # the flush that they wait for has failed
+            await store.flush()
         untidy, ends_at = store.state.untidy, time.monotonic() + _LOOK_SECONDS
         while untidy and time.monotonic() < ends_at:
             group = next(iter(untidy))
             del untidy[group]
             copies = plan(store.state, store.segments, group, STEP_BYTES)
             if copies:
-                await _to_its_end(self._carry_out(Job.begin(store.segments, group, copies)))
+                await _to_its_end(self._carry_out(Job.begin(store.segments, copies)))
                 untidy[group] = None
                 return True
-        return False
+        if untidy or not store.config.share_equal:
+            return False
+        return await _to_its_end(self._sharer.step())
 
     async def _carry_out(self, job: Job) -> None:
         store = self.store
@@ -79,11 +89,11 @@ class Reclaimer:
                 self.store.space.release(region, kept=True)
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
     """Await work that ends also when its caller is cancelled: a segment that a log names stays."""
     task = asyncio.create_task(work)
     try:
-        await asyncio.shield(task)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
         raise

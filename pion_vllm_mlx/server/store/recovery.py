@@ -11,7 +11,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,7 +120,7 @@ class Recovery:
         vstore_wal, vstore_count = self._replay(vstore)
         ssm_wal, ssm_count = self._replay(ssm)
         damaged = self._drop_unreadable({"vstore": vstore_wal, "ssm": ssm_wal})
-        self._finish_segments()
+        self._finish_segments((vstore_wal, ssm_wal))
         self.state.fresh = True
         for path, skipped in self.aside.items():
             if skipped:
@@ -159,6 +159,8 @@ class Recovery:
             covered, lost = loaded[0] if loaded else 0, False
         last, count = self._replay_wal(files, covered, lost)
         wal = Wal(files.wal_path, files.wal_magic, last + 1, self.wal_enabled)
+        # who wrote it may have been killed before it was flushed
+        wal.dirty = count > 0
         return wal, count
 
     def _replay_wal(self, files: _Log, covered: int, lost: bool) -> tuple[int, int]:
@@ -190,6 +192,7 @@ class Recovery:
                 record, begin = records.parse(frame.op, frame.payload)
                 place = Inline(file, frame.payload_offset + begin)
                 self._apply(Logged(frame.lsn, record, place), path)
+                self._not_flushed(record)
         last = found.frames[-1].lsn if found.frames else 0
         return max(covered, last), len(frames)
 
@@ -199,6 +202,13 @@ class Recovery:
         except (DamagedData, CommandError) as error:
             reason = f"{path.name} record {logged.lsn}: {error}"
             self.damage(path, DamagedData(reason), keep=True)
+
+    def _not_flushed(self, record: records.Record) -> None:
+        """What a log says was written may not be on stable storage; what a snapshot says is."""
+        if isinstance(record, (records.Rows, records.StoreState, records.Seal)):
+            segment = self.folder.segments.get(record.segment)
+            if segment is not None:
+                segment.dirty = True
 
     def damage(self, path: Path, error: DamagedData, keep: bool) -> None:
         """Refuse, or with salvage set a copy (or the file itself) aside and go on."""
@@ -255,10 +265,15 @@ class Recovery:
             self.notes.append(f"{sid.decode('latin-1')}: rows or states are missing on disk")
         return dropped
 
-    def _finish_segments(self) -> None:
-        for segment in list(self.folder.segments.values()):
-            if segment.uses == 0:
-                self.folder.unlink(segment)
+    def _finish_segments(self, logs: Iterable[Wal]) -> None:
+        """Delete what nothing lives in; first flush the records that say so."""
+        unused = [s for s in self.folder.segments.values() if s.uses == 0]
+        if unused:
+            self.folder.flush(self.folder.dirty())
+            for wal in logs:
+                wal.flush()
+        for segment in unused:
+            self.folder.unlink(segment)
         self.state.unused.clear()
         orphans = self.folder.remove_orphans()
         if orphans:

@@ -41,6 +41,13 @@ def sessions_of(state: State, group: bytes) -> Iterator[Session]:
             yield session
 
 
+def group_segments(state: State, group: bytes) -> list[Segment]:
+    """The segments in which something of a group lives, each once."""
+    places = [run.place for session in sessions_of(state, group) for run in session.runs()]
+    places += [blob.place for blob in state.states.get(group, {}).values()]
+    return list({p.segment.name: p.segment for p in places if isinstance(p, InSegment)}.values())
+
+
 def tensor_name(session: Session, layer: int, run: Run) -> str:
     """The name of a run's tensor, without the suffix of a part."""
     return f"{side_of(session.sid)}.{layer}.{run.start}-{run.start + run.shape.rows}"

@@ -59,8 +59,10 @@ class Segment:
     """One segment file and what the server knows of it.
 
     ``tail`` is where the next bytes go; ``writers`` counts regions handed out whose
-    writing has not ended; ``uses`` counts runs and states that live here; ``abandoned``
-    holds begin and end of regions that nothing came of.
+    writing has not ended; ``uses`` counts runs and states that live here, ``guests`` those
+    of each other group (equal rows are stored once); ``named``: a record says what lives
+    here; ``flushed``: that may be on stable storage; ``abandoned`` holds begin and end of
+    regions that nothing came of.
     """
 
     name: str
@@ -77,8 +79,11 @@ class Segment:
     header_verified: bool = True
     writers: int = 0
     uses: int = 0
+    guests: dict[bytes, int] = field(default_factory=dict)
     tensors: int = 0
     dirty: bool = False
+    flushed: bool = False
+    named: bool = False
     abandoned: set[tuple[int, int]] = field(default_factory=set)
     _disk_bytes: int = 0
     _unlinked: FileHandle | None = None
@@ -87,6 +92,35 @@ class Segment:
     def file(self) -> FileHandle:
         """The file, open. Whoever uses its descriptor holds the handle meanwhile."""
         return self._unlinked or self.files.get(self.path)
+
+    def groups(self) -> tuple[bytes, ...]:
+        """Its own group, and the others of which something lives here."""
+        return (self.group, *self.guests)
+
+    def users(self) -> list[bytes]:
+        """The groups of which something lives here."""
+        own = self.uses > sum(self.guests.values())
+        return [self.group, *self.guests] if own else list(self.guests)
+
+    def settle(self, group: bytes) -> None:
+        """A run or state of a group lives here."""
+        self.uses += 1
+        self.named = True
+        if group != self.group:
+            self.guests[group] = self.guests.get(group, 0) + 1
+
+    def leave(self, group: bytes) -> None:
+        """One that settled lives here no more."""
+        self.uses -= 1
+        if group in self.guests:
+            self.guests[group] -= 1
+            if not self.guests[group]:
+                del self.guests[group]
+
+    @property
+    def durable(self) -> bool:
+        """Whether something that lives or lived here may be on stable storage."""
+        return self.flushed and self.named
 
     def unlink(self) -> None:
         """Remove the file; who still holds a run of it can read it to its end."""
@@ -276,6 +310,7 @@ class SegmentFolder:
         if segment is None:
             path = self.path / (name + SUFFIX)
             segment = Segment(name, group, path, self.files, HEADER_RESERVE, 0, closed=True)
+            segment.flushed = True
             self.segments[name] = segment
             self._join(segment, group)
         if group and not segment.group:
@@ -331,7 +366,7 @@ class SegmentFolder:
         """
         flushed = False
         for segment in segments:
-            segment.dirty = False
+            segment.dirty, segment.flushed = False, True
             try:
                 file = segment.file
                 if file.fd >= 0:
@@ -344,5 +379,7 @@ class SegmentFolder:
             flush_directory(self.path)
 
     def dirty(self) -> list[Segment]:
+        """Segments to flush; one in which nothing lives goes, and need not be."""
         # a copy of the table: other threads flush while the event loop adds segments
-        return [segment for segment in list(self.segments.values()) if segment.dirty]
+        found = [segment for segment in list(self.segments.values()) if segment.dirty]
+        return [segment for segment in found if segment.uses or segment.writers]

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pion_vllm_mlx.errors import CommandError
@@ -19,10 +20,10 @@ from pion_vllm_mlx.server.store.eviction import (
     drop_namespace,
     drop_session,
 )
-from pion_vllm_mlx.server.store.index import InSegment, group_of
+from pion_vllm_mlx.server.store.index import InSegment, Session, group_of
 from pion_vllm_mlx.server.store.records import Record
-from pion_vllm_mlx.server.store.sealing import sessions_of
-from pion_vllm_mlx.server.store.segments import Region, SegmentFolder
+from pion_vllm_mlx.server.store.sealing import group_segments, sessions_of
+from pion_vllm_mlx.server.store.segments import Region, Segment, SegmentFolder
 from pion_vllm_mlx.server.store.state import State
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class Space:
 
         Raises CommandError when even an empty store would not do.
         """
-        victim = next(self.policy.victims(self.state), None)
+        victim = self._victim()
         if victim is None or excess > self.disk_bytes():
             raise CommandError("the disk budget does not allow this store")
         self.evictions += 1
@@ -69,6 +70,20 @@ class Space:
         if group == victim.sid:
             return drop_session(self.state, victim, "evicted", int(time.time()))
         return drop_namespace(self.state, group, "evicted", int(time.time()))
+
+    def _victim(self) -> Session | None:
+        """The first session whose leaving frees bytes, alone or as the last of those before it.
+
+        One whose rows all lie where prefixes live that leave later stays: it costs nothing.
+        """
+        before: set[bytes] = set()
+        for session in self.policy.victims(self.state):
+            group = group_of(session.sid)
+            before.add(group)
+            segments = group_segments(self.state, group)
+            if not segments or any(before.issuperset(s.users()) for s in segments):
+                return session
+        return None
 
     def evict_for_sessions(self, arriving: int) -> list[Record]:
         """Effects that free session slots for ``arriving`` new sessions."""
@@ -114,13 +129,28 @@ class Space:
             self.state.unused.append(region.segment)
             self.discard_unused()
 
-    def discard_unused(self) -> None:
-        """Unlink segments in which nothing lives and nobody writes."""
-        waiting = []
+    def emptied(self) -> list[Segment]:
+        """Segments in which nothing lives and nobody writes."""
+        return [s for s in self.state.unused if not s.uses and not s.writers]
+
+    def awaiting_flush(self) -> bool:
+        """Whether a segment waits for the records that emptied it to be on stable storage.
+
+        Else a power cut could keep the unlink and lose the records. What was never flushed
+        itself need not wait.
+        """
+        return any(segment.durable for segment in self.emptied())
+
+    def discard_unused(self, flushed: Sequence[Segment] = ()) -> None:
+        """Unlink segments in which nothing lives and nobody writes.
+
+        ``flushed``: those that were emptied before the last flush of the logs.
+        """
+        waiting, ready = [], {segment.name for segment in flushed}
         for segment in self.state.unused:
             if segment.uses or segment.name not in self.segments.segments:
                 continue
-            if segment.writers:
+            if segment.writers or (segment.durable and segment.name not in ready):
                 waiting.append(segment)
             else:
                 self.segments.unlink(segment)

@@ -59,7 +59,8 @@ class State:
     ``segment_of`` finds the segment a record names (raises OSError);
     ``unused`` collects segments in which nothing lives any more, for the store to unlink;
     ``timed`` has the ids of sessions with a deadline; ``untidy`` the groups in which
-    something died, or whose runs are many, since they were last looked at.
+    something died, or whose runs are many, since they were last looked at; ``unshared``
+    the sessions that got rows since these were last compared with others'.
     """
 
     segment_of: Callable[[str, bytes], Segment]
@@ -70,6 +71,7 @@ class State:
     unused: list[Segment] = field(default_factory=list)
     timed: set[bytes] = field(default_factory=set)
     untidy: dict[bytes, None] = field(default_factory=dict)
+    unshared: dict[bytes, None] = field(default_factory=dict)
     fresh: bool = True
     _clock: int = 0
     _free_slots: list[int] = field(default_factory=list)
@@ -147,18 +149,20 @@ class State:
             raise DamagedData(f"rows of unknown session {record.sid!r}")
         spec = session.spec(record.layer)
         shape = RunShape(spec, record.rows, record.head_major, record.padded)
-        place = self._place(record.segment, record.offset, group_of(record.sid), logged.place)
+        group = group_of(record.sid)
+        place = self._place(record.segment, record.offset, group, logged.place)
         run_id = record.run_id or logged.lsn
         crcs = record.crc, record.sent_crc
         shown = record.shown or record.rows
         run = Run(run_id, record.start, shape, place, *crcs, self.fresh, shown)
         layer = session.layers.setdefault(record.layer, LayerRows(spec))
         if isinstance(place, Inline):
-            self.inline_runs[run_id] = InlineRun(group_of(record.sid), layer, run)
+            self.inline_runs[run_id] = InlineRun(group, layer, run)
         if record.start < layer.count or len(layer.extents) >= MANY_RUNS:
-            self.untidy[group_of(record.sid)] = None
+            self.untidy[group] = None
+        self.unshared[record.sid] = None
         for dead in layer.insert(run):
-            self._forget_run(dead)
+            self._forget_run(dead, group)
         if not record.copied:
             self.touch(session)
 
@@ -172,7 +176,7 @@ class State:
                 continue
             self.untidy[group_of(record.sid)] = None
             for dead in layer.truncate(length):
-                self._forget_run(dead)
+                self._forget_run(dead, group_of(record.sid))
             if not layer.extents:
                 del session.layers[number]
 
@@ -194,7 +198,7 @@ class State:
     def _place(self, name: str, offset: int, group: bytes, inline: Inline | None) -> Place:
         if name:
             segment = self.segment_of(name, group)
-            segment.uses += 1
+            segment.settle(group)
             if not segment.sealed:
                 segment.data_start = min(segment.data_start, offset)
             return InSegment(segment, offset)
@@ -202,26 +206,27 @@ class State:
             raise DamagedData("a record without a place for its bytes")
         return inline
 
-    def _leave(self, place: Place) -> None:
+    def _leave(self, place: Place, group: bytes) -> None:
         if isinstance(place, InSegment):
-            place.segment.uses -= 1
+            place.segment.leave(group)
             if place.segment.uses == 0:
                 self.unused.append(place.segment)
             else:
                 self.untidy[place.segment.group] = None
 
-    def _forget_run(self, run: Run) -> None:
+    def _forget_run(self, run: Run, group: bytes) -> None:
         self.inline_runs.pop(run.run_id, None)
-        self._leave(run.place)
+        self._leave(run.place, group)
 
     def _drop(self, sid: bytes, reason: str, at: int) -> None:
         session = self.sessions.pop(sid, None)
         if session is None:
             return
         self.timed.discard(sid)
+        self.unshared.pop(sid, None)
         heapq.heappush(self._free_slots, session.slot)
         for run in session.runs():
-            self._forget_run(run)
+            self._forget_run(run, group_of(sid))
         if reason != "replaced":
             self._remember(group_of(sid), reason, at)
 
@@ -243,7 +248,8 @@ class State:
             inline = self.inline_runs.pop(run_id, None)
             if inline is None:
                 continue
-            segment.uses += 1
+            # a segment that was made for them belongs to their group
+            self.segment_of(record.segment, inline.group).settle(inline.group)
             shape = replace(inline.run.shape, padded=padded)
             run = replace(inline.run, place=InSegment(segment, offset), shape=shape)
             moved.setdefault(id(inline.layer), (inline.layer, {}))[1][run_id] = run
@@ -256,7 +262,7 @@ class State:
         old = layers.get(record.layer)
         layers[record.layer] = StateBlob(record.length, record.crc, place, self.fresh)
         if old is not None:
-            self._leave(old.place)
+            self._leave(old.place, record.sid)
 
     def _drop_states(self, sid: bytes, layer: int) -> None:
         layers = self.states.get(sid, {})
@@ -264,6 +270,6 @@ class State:
         for number in chosen:
             blob = layers.pop(number, None)
             if blob is not None:
-                self._leave(blob.place)
+                self._leave(blob.place, sid)
         if not layers:
             self.states.pop(sid, None)

@@ -9,6 +9,7 @@ belongs to the event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -38,6 +39,8 @@ from pion_vllm_mlx.server.store.space import Space
 
 T = TypeVar("T")
 
+log = logging.getLogger(__name__)
+
 #: rows and states below this ride in the log.
 INLINE_BYTES = 64 << 10
 #: how long sealing waits for stores that are under way.
@@ -57,6 +60,7 @@ class StoreConfig:
     appendfsync: str = "everysec"
     max_sessions: int = 256
     disk_budget: int = 0
+    share_equal: bool = True
     salvage: bool = False
 
 
@@ -68,6 +72,7 @@ class Counters:
     fetches: int = 0
     bytes_stored: int = 0
     bytes_copied: int = 0
+    bytes_shared: int = 0
 
 
 @dataclass
@@ -154,7 +159,22 @@ class Store:
             self.last_write = time.monotonic()
         if copied or self.config.appendfsync == "always":
             await self._flush_at_once()
-        self.space.discard_unused()
+        await self._discard(flushed=copied or self.config.appendfsync == "always")
+
+    async def _discard(self, flushed: bool = False) -> None:
+        """Unlink what nothing lives in, once the records that say so are on stable storage.
+
+        ``flushed``: they are. Where the disk refuses the flush the segments stay until it
+        does not. Under the write lock.
+        """
+        emptied = self.space.emptied()
+        if self.space.awaiting_flush() and self.config.wal and not flushed:
+            try:
+                await asyncio.get_running_loop().run_in_executor(self._log_thread, self._flush)
+            except OSError as error:
+                log.error("dropped rows stay on disk: %s", error)
+                emptied = []
+        self.space.discard_unused(emptied)
 
     async def _flush_at_once(self) -> None:
         loop = asyncio.get_running_loop()
@@ -165,7 +185,8 @@ class Store:
 
     def flush_soon(self) -> bool:
         """Whether something written is not yet on stable storage."""
-        return self.vstore_wal.dirty or self.ssm_wal.dirty or bool(self.segments.dirty())
+        due = self.vstore_wal.dirty or self.ssm_wal.dirty or bool(self.segments.dirty())
+        return due or self.space.awaiting_flush()
 
     def _flush(self) -> None:
         self.segments.flush(self.segments.dirty())
@@ -175,7 +196,9 @@ class Store:
     async def flush(self) -> None:
         """Segments, then logs, to stable storage: everything acknowledged so far."""
         loop = asyncio.get_running_loop()
+        emptied = self.space.emptied()
         await loop.run_in_executor(self.io, self._flush)
+        self.space.discard_unused(emptied)
 
     async def expire(self) -> None:
         """Drop namespaces past their deadline, some at a time. Raises CommandError."""
@@ -194,8 +217,11 @@ class Store:
         if self.space.excess(nbytes) <= 0:
             return
         async with self.write_lock:
+            await self._discard()
             while (excess := self.space.excess(nbytes)) > 0:
                 await self._log(self.space.evict_for_bytes(excess))
+                if self.space.awaiting_flush():
+                    raise CommandError("the disk refused to flush the log")
 
     async def reserve(self, group: bytes, nbytes: int, tensors: int) -> Region:
         """Make room, and take a region of it. Raises CommandError when the disk is full."""
