@@ -1,9 +1,10 @@
 """Connections: bytes in, commands in order, replies out, one at a time.
 
 A connection executes its commands strictly in order. What needs no waiting is
-answered at once; while a command waits, received commands queue up to a limit and
-then reading pauses. The transport's write buffer has no slack: while anything is
-unsent nothing more is executed, so a reader that stops costs one reply.
+answered at once, short replies to a pipeline together; while a command waits,
+received commands queue up to a limit and then reading pauses. The transport's write
+buffer has no slack: while anything is unsent nothing more is executed, so a reader
+that stops costs one reply, or a few short ones.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 MAX_QUEUED = 256
 #: bytes that the short arguments of one command may have together.
 MAX_SHORT_BYTES = 16 << 20
+#: replies are written together up to here.
+GATHERED_REPLY_BYTES = 16 << 10
 #: a long argument that brings less than this in the stall time stands still.
 STEP_BYTES = 64 << 10
 LIMITS = Limits()
@@ -48,6 +51,8 @@ class Connection(asyncio.BufferedProtocol):
         self._step = 0
         self._counted = 0
         self._short_bytes = 0
+        self._replies: list[bytes] = []
+        self._reply_bytes = 0
         self._context: Context | None = None
         self._busy = False
         self._deferred = False
@@ -218,12 +223,14 @@ class Connection(asyncio.BufferedProtocol):
                 continue
             result = self._start(args)
             if dispatch.is_pending(result):
+                self._flush()
                 self._busy = True
                 work = self._finish(cast("Awaitable[Reply]", result), args)
                 self._task = asyncio.get_running_loop().create_task(work)
                 return
             dispatch.release(args)
             self._answer(cast("Reply", result))
+        self._flush()
 
     def _start(self, args: list[Arg]) -> Reply | Awaitable[Reply]:
         assert self._context is not None
@@ -261,16 +268,30 @@ class Connection(asyncio.BufferedProtocol):
         self._pause_or_resume()
 
     def _answer(self, reply: Reply) -> None:
+        """Take a reply, to be written with those that follow it."""
         assert self.transport is not None and self.client is not None
         if isinstance(reply, Stream):
             raise TypeError("a stream needs a waiting command")
-        self.transport.write(resp.encode(reply, self.client.proto))
+        data = resp.encode(reply, self.client.proto)
+        self._replies.append(data)
+        self._reply_bytes += len(data)
+        if self._reply_bytes > GATHERED_REPLY_BYTES or self.client.close_after_reply:
+            self._flush()
+        if self.client.close_after_reply:
+            self.transport.close()
+
+    def _flush(self) -> None:
+        """Write the replies that wait for company."""
+        if not self._replies:
+            return
+        assert self.transport is not None and self.client is not None
+        self.transport.write(b"".join(self._replies))
+        self._replies.clear()
+        self._reply_bytes = 0
         limit = self.server.config.output_limit
         if limit and self.transport.get_write_buffer_size() > limit:
             log.warning("%s reads too slowly for its replies: closed", self.client.address)
             self.transport.abort()
-        if self.client.close_after_reply:
-            self.transport.close()
 
     async def _send_stream(self, stream: Stream) -> None:
         """Send file ranges from a thread once everything before them has left."""

@@ -214,7 +214,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
             return
         status, pieces = answer
         body = in_memory(pieces)
-        await self._direct.send(Stream([header(status, body.length), body]))
+        await self._direct.send(Stream([header(status, body.length), body], ready=True))
 
     # -- housekeeping ----------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Long replies, sent by threads straight to a connection's socket."""
+"""Long replies, sent straight to a connection's socket: by threads, or by the event loop."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class DirectWriter:
         sender = self._sender = Sender(self._socket, stream)
         complete, self.sending = False, True
         try:
-            while not (complete := await self._run(sender.turn)):
+            # what lies in memory needs no thread: no step of it waits, or takes long
+            while not (complete := sender.step() if stream.ready else await self._run(sender.turn)):
                 if not await self._writable(self._socket):
                     return
         except ReaderGone:
@@ -80,22 +81,27 @@ class DirectWriter:
     async def _writable(self, sock: socket.socket) -> bool:
         """Wait for the reader; False when the connection is gone."""
         loop = asyncio.get_running_loop()
-        ready = asyncio.Event()
-        loop.add_writer(sock, ready.set)
-        try:
-            while not ready.is_set() and not self.closed:
-                try:
-                    await asyncio.wait_for(ready.wait(), 1.0)
-                except (asyncio.TimeoutError, TimeoutError):
-                    continue
-        finally:
-            loop.remove_writer(sock)
+        while not self.closed:
+            ready: asyncio.Future[bool] = loop.create_future()
+            loop.add_writer(sock, _settle, ready, True)
+            timer = loop.call_later(1.0, _settle, ready, False)
+            try:
+                if await ready:
+                    break
+            finally:
+                timer.cancel()
+                loop.remove_writer(sock)
         return not self.closed
 
     def release(self) -> None:
         """Close the socket; nothing is being sent any more."""
         if self._socket is not None:
             self._socket.close()
+
+
+def _settle(ready: asyncio.Future[bool], result: bool) -> None:
+    if not ready.done():
+        ready.set_result(result)
 
 
 class TransportWriter:

@@ -164,7 +164,7 @@ def execute(context: Context, args: list[Arg]) -> Reply | Awaitable[Reply]:
 
 def _plain(command: Command, args: list[Arg]) -> list[Arg]:
     """Long arguments of commands that take none, as plain bytes."""
-    if command.open_bulk is not None or all(isinstance(arg, bytes) for arg in args):
+    if command.open_bulk is not None:
         return args
     return [bytes(arg.view) if isinstance(arg, MemoryInbound) else arg for arg in args]
 
@@ -210,4 +210,4 @@ def opened(args: list[Arg]) -> list[Arg]:
 
 def is_pending(result: Reply | Awaitable[Reply]) -> bool:
     """Whether a result has to be awaited."""
-    return inspect.isawaitable(result)
+    return inspect.iscoroutine(result)

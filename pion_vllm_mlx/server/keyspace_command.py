@@ -102,7 +102,7 @@ async def _streamed(found: bytes) -> Reply:
         for at in range(0, len(view), _WINDOW_BYTES):
             yield view[at : at + _WINDOW_BYTES]
 
-    stream = Stream()
+    stream = Stream(ready=True)
     stream.bulk([Computed(len(found), windows)])
     # the receipt counts rows of prefixes
     stream.payload_bytes = 0

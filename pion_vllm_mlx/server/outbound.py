@@ -2,7 +2,8 @@
 
 A ``Stream`` is sent by threads straight to the connection's socket: file ranges
 with ``sendfile``, so that stored rows never enter this process. A thread never
-waits long for a slow reader; it gives the work back to the event loop.
+waits long for a slow reader; it gives the work back to the event loop, which sends
+what lies in memory anyway by itself, step by step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ WINDOW_BYTES = 256 << 10
 PATIENCE_MS = 20
 #: bytes after which a thread lets others have a turn.
 TURN_BYTES = 16 << 20
+#: bytes in memory that the event loop sends itself before others have a turn.
+STEP_BYTES = 1 << 20
 MAX_REPLY_BYTES = 1 << 30
+#: pieces that one system call is given.
+_MOST_VIEWS = 64
 
 
 class FileRange(NamedTuple):
@@ -52,10 +57,14 @@ Window: TypeAlias = bytes | memoryview
 
 @dataclass
 class Stream:
-    """A reply in pieces. ``payload_bytes`` counts what bulk strings carry."""
+    """A reply in pieces. ``payload_bytes`` counts what bulk strings carry.
+
+    ``ready``: all of it lies in memory, nothing has to be read or computed.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     payload_bytes: int = 0
+    ready: bool = False
 
     def bulk(self, parts: list[Chunk]) -> None:
         """Append one bulk string made of ``parts``."""
@@ -97,7 +106,7 @@ def bulk_in_memory(pieces: Sequence[memoryview | bytes]) -> bytes | Stream:
         raise CommandError(f"a reply of {length} bytes is too long")
     if length <= GATHER_BYTES:
         return b"".join(pieces)
-    stream = Stream()
+    stream = Stream(ready=True)
     stream.bulk([in_memory(pieces)])
     stream.payload_bytes = 0
     return stream
@@ -113,14 +122,35 @@ class ReaderGone(Exception):
 
 
 class Sender:
-    """Sends one stream over a non-blocking socket, in turns on a thread."""
+    """Sends one stream over a non-blocking socket, in turns on a thread.
+
+    What is short leaves together with what follows it in memory: a reader that is woken
+    by a header alone would go back to sleep.
+    """
 
     def __init__(self, sock: socket.socket, stream: Stream) -> None:
         self._sock = sock
         self._steps = _steps(stream.chunks)
         self.sent = 0
-        self._bytes: memoryview = memoryview(b"")
+        self._views: list[memoryview] = []
         self._range: FileRange | None = None
+
+    def step(self) -> bool:
+        """Send what leaves at once of a stream in memory, not too much; whether that was all.
+
+        Raises ReaderGone.
+        """
+        if not self._load():
+            return True
+        try:
+            sent = self._sock.sendmsg(_until(self._views, STEP_BYTES))
+        except BlockingIOError:
+            return False
+        except (ConnectionError, TimeoutError) as error:
+            raise ReaderGone(str(error)) from error
+        self._views = _behind(self._views, sent)
+        self.sent += sent
+        return not self._load()
 
     def turn(self) -> bool:
         """Send until done (True), or until the reader keeps us waiting or others should go on.
@@ -129,14 +159,8 @@ class Sender:
         """
         left = TURN_BYTES
         while left > 0:
-            if not self._bytes and self._range is None:
-                step = next(self._steps, None)
-                if step is None:
-                    return True
-                if isinstance(step, FileRange):
-                    self._range = step
-                else:
-                    self._bytes = memoryview(step).cast("B")
+            if not self._load():
+                return True
             try:
                 sent = self._send()
                 left -= sent
@@ -148,11 +172,26 @@ class Sender:
                 raise ReaderGone(str(error)) from error
         return False
 
+    def _load(self) -> bool:
+        """Have enough to send at once; False when nothing is left."""
+        held = sum(len(view) for view in self._views)
+        while self._range is None and held < GATHER_BYTES and len(self._views) < _MOST_VIEWS:
+            step = next(self._steps, None)
+            if step is None:
+                break
+            if isinstance(step, FileRange):
+                self._range = step
+            elif view := memoryview(step).cast("B"):
+                self._views.append(view)
+                held += len(view)
+        return bool(self._views) or self._range is not None
+
     def _send(self) -> int:
-        if self._range is None:
-            sent = self._sock.send(self._bytes)
-            self._bytes = self._bytes[sent:]
+        if self._views:
+            sent = self._sock.sendmsg(self._views)
+            self._views = _behind(self._views, sent)
             return sent
+        assert self._range is not None
         file, offset, length = self._range
         sent = self._sendfile(file.fd, offset, length)
         rest = FileRange(file, offset + sent, length - sent)
@@ -187,6 +226,24 @@ def windows(stream: Stream) -> Iterator[Window]:
         view = memoryview(step).cast("B")
         for at in range(0, len(view), WINDOW_BYTES):
             yield view[at : at + WINDOW_BYTES]
+
+
+def _until(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """The views' first bytes, so many at most."""
+    first = []
+    for view in views:
+        first.append(view[:nbytes])
+        nbytes -= len(first[-1])
+    return first
+
+
+def _behind(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """What is left of the views behind their first bytes."""
+    for index, view in enumerate(views):
+        if nbytes < len(view):
+            return [view[nbytes:], *views[index + 1 :]]
+        nbytes -= len(view)
+    return []
 
 
 def _writable(sock: socket.socket) -> bool:
