@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 import safetensors
 from safetensors import safe_open
 
+from pion_vllm_mlx.server.store.segments import Segment
 from tests.recovery.driving import Driver, Word, one_bulk
 
 #: layer and sid of a completion record, as clients write it.
@@ -76,11 +77,16 @@ def sealed_tensors(path: Path) -> dict[str, bytes]:
 
 
 def open_sealed(driver: Driver) -> int:
+    """As ``open_sealed_files``, for all that a driver has."""
+    return open_sealed_files(driver.store.segments.segments.values())
+
+
+def open_sealed_files(segments: Iterable[Segment]) -> int:
     """Open every sealed file with safetensors' own reader; how many there were.
 
     Tensors, dead ones included, must cover the file to its last byte.
     """
-    sealed = [s for s in driver.store.segments.segments.values() if s.sealed]
+    sealed = [segment for segment in segments if segment.sealed]
     for segment in sealed:
         with safe_open(segment.path, "numpy") as file:
             names = set(file.keys())
