@@ -2,6 +2,7 @@
 
 Every call ends by a deadline and raises StoreUnavailable when the server is absent,
 slow, or something else. A command that the server refuses raises its CommandError.
+Where the server has several workers, a call goes to the one that has its namespace.
 Knows namespaces and bytes; knows no model.
 """
 
@@ -18,22 +19,14 @@ from numpy.typing import NDArray
 
 from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, Run
 from pion_vllm_mlx.cache.connection import RespConnection
-from pion_vllm_mlx.cache.store_client_endpoint import BackOff, Endpoint
-from pion_vllm_mlx.errors import (
-    AuthenticationRequired,
-    CommandError,
-    DamagedData,
-    PermissionRefused,
-    StoreUnavailable,
-    WrongPassword,
-)
+from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, nobody_listens
+from pion_vllm_mlx.cache.store_client_routes import Routes, named_worker
+from pion_vllm_mlx.errors import CommandError, DamagedData, StoreUnavailable
 
 SLOWEST_BYTES_PER_SECOND = 32 << 20
 """A transfer slower than this counts as no progress, beyond the deadline itself."""
 
 PIPELINE_BYTES = 64 << 20
-
-_LOCKED_OUT = (AuthenticationRequired, WrongPassword, PermissionRefused)
 
 T = TypeVar("T")
 
@@ -58,13 +51,17 @@ class Registration:
     prefill_ms: int
 
 
+class _WorkerGone(StoreUnavailable):
+    """Nobody listens where a worker was: the server was started again with fewer."""
+
+
 class StoreClient:
     """Commands of one store. Thread-safe as its connection is."""
 
     def __init__(self, endpoint: Endpoint, deadline_seconds: float) -> None:
         self.endpoint = endpoint
         self.deadline_seconds = deadline_seconds
-        self._back_off = BackOff()
+        self._routes = Routes(endpoint)
 
     def probe(self, namespace: str, tokens: int, *, mapped: bool) -> Probe:
         """Existence, completion record and, if wanted, the files: one round trip."""
@@ -85,21 +82,27 @@ class StoreClient:
             mapping = _mapping(replies[2]) if len(replies) > 2 else None
             return Probe(found in ("HIT", b"HIT"), record, mapping)
 
-        return self._guarded(ask)
+        found = self._guarded(namespace, ask)
+        # states are known to their own worker alone
+        if found.present and found.record is None and self._routes.moved(namespace):
+            return self._guarded(namespace, ask)
+        return found
 
     def look_up(self, namespace: str) -> bool:
         """Whether both sides of the namespace exist."""
-        reply = self._guarded(lambda c: c.command("KV.PREFIX.LOOKUP", namespace))
+        reply = self._guarded(namespace, lambda c: c.command("KV.PREFIX.LOOKUP", namespace))
         return reply in ("HIT", b"HIT")
 
     def record(self, namespace: str) -> bytes | None:
         """The completion record, without touching the value receipt."""
-        reply = self._guarded(lambda c: c.command("SSM.PREFIX.FETCH", namespace, COMPLETION_LAYER))
+        reply = self._guarded(
+            namespace, lambda c: c.command("SSM.PREFIX.FETCH", namespace, COMPLETION_LAYER)
+        )
         return reply if isinstance(reply, bytes) else None
 
     def explain(self, namespace: str) -> str:
         """The server's reason why a lookup hits or misses, one sentence."""
-        reply = self._guarded(lambda c: c.command("KV.PREFIX.EXPLAIN", namespace))
+        reply = self._guarded(namespace, lambda c: c.command("KV.PREFIX.EXPLAIN", namespace))
         try:
             return str(json.loads(reply)["reason"]) if isinstance(reply, bytes) else ""
         except (ValueError, KeyError, TypeError):
@@ -107,7 +110,7 @@ class StoreClient:
 
     def drop(self, namespace: str) -> None:
         """Frees rows, states and record."""
-        self._guarded(lambda c: c.command("KV.PREFIX.DROP", namespace))
+        self._guarded(namespace, lambda c: c.command("KV.PREFIX.DROP", namespace))
 
     def register(self, namespace: str, what: Registration) -> None:
         """Creates both sessions."""
@@ -117,7 +120,7 @@ class StoreClient:
             command += ["LEAVES", what.leaves]
         if what.prefill_ms > 0:
             command += ["PREFILL_MS", what.prefill_ms]
-        self._guarded(lambda c: c.command(*command))
+        self._guarded(namespace, lambda c: c.command(*command))
 
     def create(self, namespace: str, schemas: dict[str, list[str]]) -> None:
         """Creates both sessions by V.CREATE, one spec of its SCHEMA a layer and side."""
@@ -125,7 +128,7 @@ class StoreClient:
             ["V.CREATE", f"{namespace}_p{side}", 0, "SCHEMA", len(specs), *specs]
             for side, specs in schemas.items()
         ]
-        self._send(commands, 0)
+        self._send(namespace, commands, 0)
 
     def store_rows(self, namespace: str, blobs: Iterable[tuple[Run, Any]]) -> int:
         """Sends runs and their bytes, pipelined; returns how many bytes were stored."""
@@ -137,7 +140,7 @@ class StoreClient:
                 command += [run.rows, blob, "FMT", "STORED"]
                 command += ["LAYOUT", "HND"] if run.layout == "HND" else []
                 commands.append([*command, "CRC", run.crc])
-            total += self._send(commands, sum(_size(blob) for _, blob in group))
+            total += self._send(namespace, commands, sum(_size(blob) for _, blob in group))
         return total
 
     def store_states(self, namespace: str, blobs: Sequence[tuple[int, bytes, int]]) -> int:
@@ -148,7 +151,7 @@ class StoreClient:
                 ["SSM.PREFIX.STORE", namespace, layer, blob, "CRC", crc]
                 for layer, blob, crc in group
             ]
-            total += self._send(commands, sum(map(_blob_size, group)))
+            total += self._send(namespace, commands, sum(map(_blob_size, group)))
         return total
 
     def publish(self, namespace: str) -> None:
@@ -158,13 +161,13 @@ class StoreClient:
         """
         if self.endpoint.local:
             with contextlib.suppress(CommandError):
-                self._guarded(lambda c: c.command("KV.PREFIX.MAP", namespace))
+                self._guarded(namespace, lambda c: c.command("KV.PREFIX.MAP", namespace))
 
     def export(self, namespace: str, end: int, layers: int, heads: int, dim: int) -> str:
         """Path of a file with rows ``[0, end)`` of both sides, as stored."""
         command: list[Any] = ["V.EXPORT", f"{namespace}_pk", f"{namespace}_pv"]
         command += [0, end, layers, heads, dim, "FMT", "STORED"]
-        reply = self._guarded(lambda c: c.command(*command))
+        reply = self._guarded(namespace, lambda c: c.command(*command))
         if not isinstance(reply, bytes):
             raise StoreUnavailable("V.EXPORT answered something else than a path")
         return reply.decode("utf-8", "surrogateescape")
@@ -175,13 +178,13 @@ class StoreClient:
         """Rows ``[0, end)`` of all layers of one side, head-major, as stored."""
         command = ["V.FETCH", f"{namespace}_p{side}", "BATCH", 0, end, num_layers]
         command += ["FMT", "STORED", "LAYOUT", "HND"]
-        return self._fetch(command, expected_bytes)
+        return self._fetch(namespace, command, expected_bytes)
 
     def fetch_range(
         self, namespace: str, run: Run, expected_bytes: int
     ) -> NDArray[np.uint8] | None:
         """The rows of one run, in the layout in which they were stored."""
-        (rows,) = self._fetch(_range_command(namespace, run), expected_bytes)
+        (rows,) = self._fetch(namespace, _range_command(namespace, run), expected_bytes)
         return rows
 
     def fetch_ranges(
@@ -189,7 +192,7 @@ class StoreClient:
     ) -> list[NDArray[np.uint8] | None]:
         """The rows of several runs in one round trip, for layers that differ in theirs."""
         commands = [_range_command(namespace, run) for run in runs]
-        rows = self._fetch_blobs(commands, expected_bytes)
+        rows = self._fetch_blobs(namespace, commands, expected_bytes)
         return [None if row is None else np.frombuffer(row, np.uint8) for row in rows]
 
     def fetch_states(
@@ -197,7 +200,7 @@ class StoreClient:
     ) -> list[bytes | None]:
         """The blobs of recurrent slots, in one round trip."""
         commands = [("SSM.PREFIX.FETCH", namespace, slot) for slot in slots]
-        return self._fetch_blobs(commands, expected_bytes)
+        return self._fetch_blobs(namespace, commands, expected_bytes)
 
     def seconds(self, num_bytes: int) -> float:
         """How long a call that moves ``num_bytes`` may take."""
@@ -208,46 +211,61 @@ class StoreClient:
 
     # -- inside ---------------------------------------------------------------
 
-    def _fetch(self, command: Sequence[Any], num_bytes: int) -> list[NDArray[np.uint8] | None]:
+    def _fetch(
+        self, namespace: str, command: Sequence[Any], num_bytes: int
+    ) -> list[NDArray[np.uint8] | None]:
         seconds = self.seconds(num_bytes)
-        return self._guarded(lambda c: c.fetch_into(command, deadline_seconds=seconds))
+        return self._guarded(namespace, lambda c: c.fetch_into(command, deadline_seconds=seconds))
 
-    def _fetch_blobs(self, commands: Sequence[Sequence[Any]], num_bytes: int) -> list[bytes | None]:
-        seconds = self.seconds(num_bytes)
-        replies = self._guarded(lambda c: c.pipeline(commands, deadline_seconds=seconds))
-        blobs = [_checked(reply) for reply in replies]
+    def _fetch_blobs(
+        self, namespace: str, commands: Sequence[Sequence[Any]], num_bytes: int
+    ) -> list[bytes | None]:
+        blobs = self._replies(namespace, commands, num_bytes)
         if not all(blob is None or isinstance(blob, bytes) for blob in blobs):
             raise StoreUnavailable(f"the server does not answer {commands[0][0]}")
         return blobs
 
-    def _send(self, commands: Sequence[Sequence[Any]], num_bytes: int) -> int:
-        seconds = self.seconds(num_bytes)
-        replies = self._guarded(lambda c: c.pipeline(commands, deadline_seconds=seconds))
-        for reply in replies:
-            _checked(reply)
+    def _send(self, namespace: str, commands: Sequence[Sequence[Any]], num_bytes: int) -> int:
+        self._replies(namespace, commands, num_bytes)
         return num_bytes
 
-    def _guarded(self, call: Callable[[RespConnection], T]) -> T:
-        """Runs ``call``; a failure of the store begins a pause, a refusal does not."""
-        self._back_off.check()
-        try:
-            result = self._attempt(call)
-        except _LOCKED_OUT as error:
-            self._back_off.failed(str(error))
-            raise StoreUnavailable(f"{error.code} {error}") from error
-        except StoreUnavailable as error:
-            self._back_off.failed(str(error))
-            raise
-        self._back_off.succeeded()
-        return result
+    def _replies(
+        self, namespace: str, commands: Sequence[Sequence[Any]], num_bytes: int
+    ) -> list[Any]:
+        """The replies of commands sent together. Raises the first refusal."""
+        seconds = self.seconds(num_bytes)
 
-    def _attempt(self, call: Callable[[RespConnection], T]) -> T:
+        def ask(connection: RespConnection) -> list[Any]:
+            replies = connection.pipeline(commands, deadline_seconds=seconds)
+            return [_checked(reply) for reply in replies]
+
+        return self._guarded(namespace, ask)
+
+    def _guarded(self, namespace: str, call: Callable[[RespConnection], T]) -> T:
+        """Runs ``call`` where the namespace is; once more where it turns out to be elsewhere."""
         try:
-            self.endpoint.renew()
-            self.endpoint.prefer_unix_socket()
-            return call(self.endpoint.connection())
-        except OSError as error:
-            raise StoreUnavailable(str(error)) from error
+            return self._once(namespace, call)
+        except CommandError as error:
+            if not self._routes.redirect(namespace, error):
+                raise
+        except _WorkerGone:
+            pass
+        return self._once(namespace, call)
+
+    def _once(self, namespace: str, call: Callable[[RespConnection], T]) -> T:
+        shared = self.endpoint.door
+        paused = shared.paused()
+        door = shared
+        try:
+            door = self._routes.door(namespace)
+            paused = door.paused()
+            return door.through(call)
+        except StoreUnavailable as error:
+            if not paused:
+                self._routes.forget()
+            if door is not shared and not paused and nobody_listens(error):
+                raise _WorkerGone(str(error)) from error
+            raise
 
 
 def _range_command(namespace: str, run: Run) -> list[Any]:
@@ -293,7 +311,12 @@ def _checked(reply: Any) -> Any:
 
 
 def _mapping(reply: Any) -> dict[str, Any] | None:
-    """The files of a namespace; None where the server names none."""
+    """The files of a namespace; None where the server names none, or cannot.
+
+    Raises the refusal of a worker that does not have the namespace.
+    """
+    if isinstance(reply, CommandError) and named_worker(reply) is not None:
+        raise reply
     try:
         mapping = json.loads(reply) if isinstance(reply, bytes) else None
     except ValueError:

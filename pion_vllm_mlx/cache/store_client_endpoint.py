@@ -1,4 +1,4 @@
-"""Where the store is: a URL, and the connection it leads to.
+"""Where the store is: a URL, and the connections it leads to.
 
 ============================  ==================================================
 ``tcp://host:port``           a server anywhere
@@ -13,22 +13,29 @@ from __future__ import annotations
 import os
 import stat
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from pion_vllm_mlx.cache.connection import Address, RespConnection, info_fields
 from pion_vllm_mlx.cache.embedded import EmbeddedServer, attach
+from pion_vllm_mlx.config import AFFINITY_OFFSET
 from pion_vllm_mlx.errors import (
     AuthenticationRequired,
     CommandError,
     ConfigError,
     GreetingRefused,
+    PermissionRefused,
     PionError,
     StoreUnavailable,
     WrongPassword,
 )
 
 _LOOPBACK = ("localhost", "::1")
+_LOCKED_OUT = (AuthenticationRequired, WrongPassword, PermissionRefused)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -70,16 +77,21 @@ def is_local(address: Address) -> bool:
     return address.path is not None or address.host in _LOOPBACK or address.host.startswith("127.")
 
 
+def nobody_listens(error: BaseException) -> bool:
+    """Whether a connection failed for want of a listener, at once."""
+    cause = error.__cause__
+    # A socket that is not there has no file name in its error; a data folder that is not has.
+    missing = isinstance(cause, FileNotFoundError) and cause.filename is None
+    return missing or isinstance(cause, ConnectionRefusedError)
+
+
 def what_helps(error: PionError) -> str:
     """What the user can do about a store that is not to be had; empty where nobody can tell."""
     if isinstance(error, AuthenticationRequired | WrongPassword | GreetingRefused):
         return "give the server's password as password= or in PION_REQUIREPASS"
     if isinstance(error, CommandError) and error.sentence.startswith("unknown command"):
         return "what answers there is no pion-server"
-    cause = error.__cause__
-    # A socket that is not there has no file name in its error; a data folder that is not has.
-    missing = isinstance(cause, FileNotFoundError) and cause.filename is None
-    if missing or isinstance(cause, ConnectionRefusedError):
+    if nobody_listens(error):
         return 'start "pion-server --kvcache", or use url="embedded:", which needs none'
     return ""
 
@@ -97,9 +109,13 @@ class BackOff:
 
     def check(self) -> None:
         """Raises StoreUnavailable while the pause lasts."""
-        left = self._until - time.monotonic()
+        left = self.left()
         if left > 0:
             raise StoreUnavailable(f"{self._reason} (tried again in {left:.1f} s)")
+
+    def left(self) -> float:
+        """Seconds until the store may be tried again; none left: zero or less."""
+        return self._until - time.monotonic()
 
     def failed(self, reason: str) -> None:
         """Begins a pause, twice as long as the one before."""
@@ -110,11 +126,57 @@ class BackOff:
         self._until = self._pause = 0.0
 
 
-class Endpoint:
-    """Leads to the connection; starts an embedded server, and finds the Unix socket.
+class Door:
+    """A way into the server, and the pause that a failure begins."""
 
-    ``connection`` is what commands go through. A loopback TCP address is left for the
-    Unix socket of the very same server, which is two to three times as fast.
+    def __init__(self, connection: Callable[[], RespConnection]) -> None:
+        self._connection = connection
+        self._back_off = BackOff()
+
+    def paused(self) -> bool:
+        """Whether a failure was so short ago that nothing is tried."""
+        return self._back_off.left() > 0
+
+    def through(self, call: Callable[[RespConnection], T]) -> T:
+        """What ``call`` returns; a failure of the server begins a pause, a refusal does not.
+
+        Raises StoreUnavailable, at once while the pause lasts, and what ``call`` raises.
+        """
+        self._back_off.check()
+        try:
+            result = call(self._connection())
+        except _LOCKED_OUT as error:
+            self._back_off.failed(str(error))
+            raise StoreUnavailable(f"{error.code} {error}") from error
+        except OSError as error:
+            self._back_off.failed(str(error))
+            raise StoreUnavailable(str(error)) from error
+        except StoreUnavailable as error:
+            self._back_off.failed(str(error))
+            raise
+        self._back_off.succeeded()
+        return result
+
+
+@dataclass
+class _Known:
+    """What the server said about itself: ``socket`` is that of all workers, empty for none.
+
+    ``own_port`` is the one of the worker that answered.
+    """
+
+    workers: int = 1
+    tcp_port: int = 0
+    own_port: int = 0
+    socket: str = ""
+
+
+class Endpoint:
+    """Leads to the connections; starts an embedded server, and finds the Unix socket.
+
+    ``door`` is the one of all workers, ``door_of`` that of one of several. A loopback TCP
+    address is left for the Unix socket of the very same server, which is two to three times
+    as fast.
     """
 
     def __init__(self, place: Place, password: str | None, deadline_seconds: float) -> None:
@@ -123,7 +185,9 @@ class Endpoint:
         self._deadline = deadline_seconds
         self._embedded: EmbeddedServer | None = None
         self._connection: RespConnection | None = None
-        self._asked_for_socket = False
+        self._known: _Known | None = _Known() if place.embedded else None
+        self._ways: dict[int, tuple[Door, RespConnection]] = {}
+        self.door = Door(self._ready)
         if place.address is not None:
             self._connection = self._connect(place.address)
 
@@ -143,45 +207,106 @@ class Endpoint:
             self._connection = self._connect(self._embedded.address)
         return self._connection
 
-    def renew(self) -> None:
-        """After a failure: joins or starts the embedded server again, if it has gone."""
-        if self._embedded is None or self._embedded.alive():
-            return
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = self._connect(self._embedded.ensure())
+    def address(self) -> Address | None:
+        """Where the server was reached; None as long as nobody has tried."""
+        if self._known is None or self._connection is None:
+            return None
+        return self._connection.address
 
-    def prefer_unix_socket(self) -> None:
-        """Moves from loopback TCP to the server's Unix socket, once, if it offers one."""
-        address = self._place.address
-        if self._asked_for_socket or address is None or address.path or not is_local(address):
+    def workers(self) -> int:
+        """How many workers the server has; asks it the first time. Raises StoreUnavailable."""
+        if self._known is None:
+            self.door.through(lambda connection: None)
+        return self._known.workers if self._known is not None else 1
+
+    def door_of(self, worker: int) -> Door:
+        """The door of one worker of several."""
+        address = self._address_of(worker)
+        known = self._ways.get(worker)
+        if known is not None and known[1].address == address:
+            return known[0]
+        if known is not None:
+            known[1].close()
+        connection = self._connect(address)
+        door = Door(lambda: connection)
+        self._ways[worker] = door, connection
+        return door
+
+    def ask_again(self) -> None:
+        """What the server said about itself may be over."""
+        self._known = None if self._place.address is not None else self._known
+
+    def forget(self) -> None:
+        """The same after a failure: begins anew, at the address that was given."""
+        if self._place.address is None:
             return
-        self._asked_for_socket = True
-        connection = self.connection()
+        self._known = None
+        if self._connection is not None and self._connection.address != self._place.address:
+            self._connection.close()
+            self._connection = self._connect(self._place.address)
+
+    def close(self) -> None:
+        for connection in (self._connection, *(way[1] for way in self._ways.values())):
+            if connection is not None:
+                connection.close()
+        if self._embedded is not None:
+            self._embedded.close()
+
+    # -- inside ---------------------------------------------------------------
+
+    def _ready(self) -> RespConnection:
+        """The connection of all workers, as good as it gets."""
+        if self._embedded is not None and not self._embedded.alive():
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = self._connect(self._embedded.ensure())
+        if self._known is None:
+            self._known = self._learn(self.connection())
+        return self.connection()
+
+    def _learn(self, connection: RespConnection) -> _Known:
+        """What the server says about itself; moves to its Unix socket if it offers one."""
         try:
-            known = _server_info(connection)
+            fields = _server_info(connection)
         except CommandError:
-            return  # it refuses INFO: the command itself will say why
-        path = known.get("unix_socket", "")
-        if not path or not _is_own_socket(path):
-            return
+            return _Known()  # it refuses INFO: the command itself will say why
+        socket = fields.get("unix_socket", "")
+        names = ("tcp_port", "affinity_port")
+        ports = [_number(fields, name, 0) for name in names]
+        known = _Known(_number(fields, "workers", 1), *ports)
+        if connection.address.path is not None:
+            known.socket = connection.address.path
+        elif socket and is_local(connection.address) and self._move_to(socket, fields):
+            known.socket = socket
+        return known
+
+    def _move_to(self, path: str, known: dict[str, str]) -> bool:
+        """Whether the Unix socket leads to the same server; if so it is used from now on."""
+        if not _is_own_socket(path):
+            return False
         other = self._connect(Address(path=path))
         try:
             # The same process must answer: a forwarded port leads to another host.
             same = _server_info(other).get("process_id") == known.get("process_id")
         except PionError:
             same = False
-        if same:
-            connection.close()
-            self._connection = other
-        else:
+        if not same:
             other.close()
+            return False
+        self.connection().close()
+        self._connection = other
+        return True
 
-    def close(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        if self._embedded is not None:
-            self._embedded.close()
+    def _address_of(self, worker: int) -> Address:
+        """A worker's own Unix socket beside that of all, else its own port."""
+        known, shared = self._known or _Known(), self._place.address or Address()
+        path = f"{known.socket}.{worker}"
+        if known.socket and _is_own_socket(path):
+            return Address(path=path)
+        port = shared.port
+        if shared.path is not None or port == known.own_port:
+            port = known.tcp_port
+        return Address(shared.host, port + AFFINITY_OFFSET + worker)
 
     def _connect(self, address: Address) -> RespConnection:
         return RespConnection(
@@ -194,6 +319,12 @@ class Endpoint:
 
 def _server_info(connection: RespConnection) -> dict[str, str]:
     return info_fields(connection.command("INFO", "server"))
+
+
+def _number(fields: dict[str, str], name: str, otherwise: int) -> int:
+    """A field of INFO as a number; servers of others have other fields."""
+    text = fields.get(name, "")
+    return int(text) if text.isdigit() and len(text) < 10 else otherwise
 
 
 def _is_own_socket(path: str) -> bool:

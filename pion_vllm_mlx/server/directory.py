@@ -365,7 +365,6 @@ class SharedDirectory(Directory):
                 if listed is not None and listed.owner == self.worker:
                     self._hit_there.add(name)
 
-
     def _lineage_of(self, sid: bytes) -> bytes | None:
         return lineage_of(group_of(sid), self._ns_prefix)
 
