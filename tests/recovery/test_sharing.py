@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,19 +15,11 @@ from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store import sharing
 from pion_vllm_mlx.server.store.index import InSegment
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
-from pion_vllm_mlx.server.store.segments import Segment
 from pion_vllm_mlx.server.store.store import StoreConfig
 from tests.recovery.broken import content_of
 from tests.recovery.driving import Content, Driver, Options, Word, one_bulk
 from tests.recovery.faults import failing
-from tests.recovery.material import (
-    agrees,
-    noise,
-    open_sealed,
-    register,
-    rows,
-    state,
-)
+from tests.recovery.material import agrees, noise, open_sealed, register, state
 
 WIDE, COUNT = 1024, 64
 #: 64 rows of 2 KB, both sides, two layers.
@@ -602,72 +593,3 @@ def test_many_short_runs_are_merged_and_still_shared(folder: Path) -> None:
         share(driver)
         assert driver.content() == expected
         sound(driver)
-
-
-def test_segments_that_were_flushed_go_after_the_records_that_say_so(folder: Path) -> None:
-    """Else a power cut keeps the unlink and loses the record: rows that were durable are gone."""
-    with Driver(folder) as driver:
-        order: list[str] = []
-        real_flush, real_unlink = driver.store.vstore_wal.flush, Segment.unlink
-
-        def flush() -> None:
-            order.append("flush")
-            real_flush()
-
-        def unlink(segment: Segment) -> None:
-            order.append("unlink")
-            real_unlink(segment)
-
-        with (
-            mock.patch.object(driver.store.vstore_wal, "flush", flush),
-            mock.patch.object(Segment, "unlink", unlink),
-        ):
-            prefix(driver, "a")
-            driver.ask("KV.PREFIX.DROP", "a")
-            assert order == ["unlink"]  # nothing of it was ever durable
-            prefix(driver, "a")
-            driver.ask("KV.PREFIX.COMMIT")
-            order.clear()
-            driver.ask("KV.PREFIX.DROP", "a")
-            assert order == ["flush", "unlink"]
-            prefix(driver, "a")
-            driver.ask("KV.PREFIX.MAP", "a")
-            driver.ask("KV.PREFIX.COMMIT")
-            order.clear()
-            prefix(driver, "a", "overwrites all")
-            assert order == ["flush", "unlink"]
-
-
-def test_a_disk_that_refuses_the_flush_keeps_the_file_until_it_does_not(folder: Path) -> None:
-    with Driver(folder) as driver:
-        prefix(driver, "a")
-        driver.ask("KV.PREFIX.COMMIT")
-        with failing(0, forever=True):
-            with pytest.raises(CommandError):
-                driver.ask(*rows("a_pk", 0, 0, 4, WIDE))  # the log refuses
-        with mock.patch("os.fsync", side_effect=OSError(5, "input/output error")):
-            driver.ask("KV.PREFIX.DROP", "a")
-            assert len(files(driver)) == 1
-        driver.loop.run_until_complete(driver.store.flush())
-        assert files(driver) == set()
-    assert content_of(folder) == {}
-
-
-def test_a_start_flushes_what_it_acts_upon(folder: Path) -> None:
-    with Driver(folder) as driver:
-        prefix(driver, "a")
-        prefix(driver, "b")
-        driver.ask("KV.PREFIX.COMMIT")
-        with mock.patch.object(Segment, "unlink"):
-            driver.ask("KV.PREFIX.DROP", "a")
-    flushed: list[int] = []
-    real = os.fsync
-
-    def fsync(fd: int) -> None:
-        flushed.append(os.fstat(fd).st_ino)
-        real(fd)
-
-    log = (folder / "pion.vstore.wal.0").stat().st_ino
-    with mock.patch("os.fsync", fsync), Driver(folder) as driver:
-        assert log in flushed
-        assert len(files(driver)) == 1

@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
@@ -25,18 +26,42 @@ _MANY_FILES = 1 << 18
 _OPEN_FILES = 512
 
 
+class Retired:
+    """Files that are unlinked, for a thread to close: that frees their blocks, which takes time."""
+
+    def __init__(self) -> None:
+        # its put may be called by any destructor
+        self._fds: SimpleQueue[int] = SimpleQueue()
+
+    def __bool__(self) -> bool:
+        return not self._fds.empty()
+
+    def put(self, fd: int) -> None:
+        self._fds.put(fd)
+
+    def close(self) -> None:
+        """Close all that nobody uses any more. Blocks."""
+        with contextlib.suppress(Empty):
+            while True:
+                os.close(self._fds.get_nowait())
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class FileHandle:
     """An open file that closes when its last user lets go of it.
 
     Readers hold the handle, not the path: a file that is unlinked or replaced
-    while they read stays readable to them.
+    while they read stays readable to them. ``retired``: who closes it instead.
     """
 
-    __slots__ = ("fd", "path")
+    __slots__ = ("fd", "path", "retired")
 
     def __init__(self, path: Path, flags: int) -> None:
         self.fd = -1
         self.path = path
+        self.retired: Retired | None = None
         self.fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
 
     @classmethod
@@ -45,11 +70,16 @@ class FileHandle:
         handle = cls.__new__(cls)
         handle.fd = -1
         handle.path = path
+        handle.retired = None
         return handle
 
     def __del__(self) -> None:
-        if self.fd >= 0:
+        if self.fd < 0:
+            return
+        if self.retired is None:
             os.close(self.fd)
+        else:
+            self.retired.put(self.fd)
 
     def size(self) -> int:
         return os.fstat(self.fd).st_size
@@ -71,6 +101,7 @@ class OpenFiles:
         self._limit = limit
         self._handles: OrderedDict[Path, FileHandle] = OrderedDict()
         self._lock = threading.Lock()
+        self.retired = Retired()
 
     def __len__(self) -> int:
         return len(self._handles)

@@ -126,6 +126,7 @@ class Segment:
         """Remove the file; who still holds a run of it can read it to its end."""
         with contextlib.suppress(OSError):
             self._unlinked = self.file
+            self._unlinked.retired = self.files.retired
         self.files.forget(self.path)
         self.path.unlink(missing_ok=True)
 

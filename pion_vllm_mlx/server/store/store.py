@@ -220,8 +220,14 @@ class Store:
             await self._discard()
             while (excess := self.space.excess(nbytes)) > 0:
                 await self._log(self.space.evict_for_bytes(excess))
+                await self.close_retired()
                 if self.space.awaiting_flush():
                     raise CommandError("the disk refused to flush the log")
+
+    async def close_retired(self) -> None:
+        """Let go of files that went and that nobody reads any more."""
+        if retired := self.segments.files.retired:
+            await self.run(retired.close)
 
     async def reserve(self, group: bytes, nbytes: int, tensors: int) -> Region:
         """Make room, and take a region of it. Raises CommandError when the disk is full."""

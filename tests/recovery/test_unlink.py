@@ -1,0 +1,122 @@
+"""Unlinking: never before the records that say so are durable, never a pause for others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.store.index import InSegment
+from pion_vllm_mlx.server.store.segments import Segment
+from tests.recovery.broken import content_of
+from tests.recovery.driving import Driver
+from tests.recovery.faults import failing
+from tests.recovery.material import register, rows
+
+COUNT, WIDE = 64, 1024
+
+
+def prefix(driver: Driver, name: str) -> None:
+    """A prefix whose rows lie in a segment."""
+    driver.ask(*register(name, 2, WIDE))
+    for layer in range(2):
+        for side in ("_pk", "_pv"):
+            driver.ask(*rows(name + side, layer, 0, COUNT, WIDE))
+
+
+def names(driver: Driver) -> set[str]:
+    return {path.name for path in driver.store.segments.path.iterdir()}
+
+
+def test_segments_that_were_flushed_go_after_the_records_that_say_so(folder: Path) -> None:
+    """Else a power cut keeps the unlink and loses the record: rows that were durable are gone."""
+    with Driver(folder) as driver:
+        order: list[str] = []
+        real_flush, real_unlink = driver.store.vstore_wal.flush, Segment.unlink
+
+        def flush() -> None:
+            order.append("flush")
+            real_flush()
+
+        def unlink(segment: Segment) -> None:
+            order.append("unlink")
+            real_unlink(segment)
+
+        with (
+            mock.patch.object(driver.store.vstore_wal, "flush", flush),
+            mock.patch.object(Segment, "unlink", unlink),
+        ):
+            prefix(driver, "a")
+            driver.ask("KV.PREFIX.DROP", "a")
+            assert order == ["unlink"]  # nothing of it was ever durable
+            prefix(driver, "a")
+            driver.ask("KV.PREFIX.COMMIT")
+            order.clear()
+            driver.ask("KV.PREFIX.DROP", "a")
+            assert order == ["flush", "unlink"]
+            prefix(driver, "a")
+            driver.ask("KV.PREFIX.MAP", "a")
+            driver.ask("KV.PREFIX.COMMIT")
+            order.clear()
+            prefix(driver, "a")
+            assert order == ["flush", "unlink"]
+
+
+def test_a_disk_that_refuses_the_flush_keeps_the_file_until_it_does_not(folder: Path) -> None:
+    with Driver(folder) as driver:
+        prefix(driver, "a")
+        driver.ask("KV.PREFIX.COMMIT")
+        with failing(0, forever=True):
+            with pytest.raises(CommandError):
+                driver.ask(*rows("a_pk", 0, 0, 4, WIDE))  # the log refuses
+        with mock.patch("os.fsync", side_effect=OSError(5, "input/output error")):
+            driver.ask("KV.PREFIX.DROP", "a")
+            assert len(names(driver)) == 1
+        driver.loop.run_until_complete(driver.store.flush())
+        assert names(driver) == set()
+    assert content_of(folder) == {}
+
+
+def test_a_start_flushes_what_it_acts_upon(folder: Path) -> None:
+    with Driver(folder) as driver:
+        prefix(driver, "a")
+        prefix(driver, "b")
+        driver.ask("KV.PREFIX.COMMIT")
+        with mock.patch.object(Segment, "unlink"):
+            driver.ask("KV.PREFIX.DROP", "a")
+    flushed: list[int] = []
+    real = os.fsync
+
+    def fsync(fd: int) -> None:
+        flushed.append(os.fstat(fd).st_ino)
+        real(fd)
+
+    log = (folder / "pion.vstore.wal.0").stat().st_ino
+    with mock.patch("os.fsync", fsync), Driver(folder) as driver:
+        assert log in flushed
+        assert len(names(driver)) == 1
+
+
+def test_a_file_that_went_is_closed_by_a_thread_when_nobody_reads_it(folder: Path) -> None:
+    """Closing it frees its blocks: with a large file that takes longer than a PING may wait."""
+    with Driver(folder) as driver:
+        prefix(driver, "a")
+        place = driver.store.state.sessions[b"a_pk"].layers[0].extents[0].run.place
+        assert isinstance(place, InSegment)
+        reader = place.segment.file
+        del place
+        inode = os.fstat(reader.fd).st_ino
+        driver.ask("KV.PREFIX.DROP", "a")
+        retired = driver.store.segments.files.retired
+        assert names(driver) == set() and not retired
+        assert os.pread(reader.fd, 4, 1 << 16)
+        fd = reader.fd
+        del reader
+        assert retired and os.fstat(fd).st_ino == inode
+        driver.loop.run_until_complete(driver.store.close_retired())
+        assert not retired
+        with pytest.raises(OSError):
+            os.fstat(fd)
