@@ -207,9 +207,14 @@ class Client:
         count = max(1, size // prefix.row_bytes)
         sid = prefix.name + self.chance.choice(SIDES)
         layer, layout = self.chance.randrange(LAYERS), self.chance.choice(("HND", "NHD"))
-        # a gap, an append, or over what is there
-        start = self.chance.choice((0, self.chance.randrange(40)))
-        blob = self.chance.randbytes(count * prefix.row_bytes)
+        if self.chance.random() < 0.35:
+            # what other clients store, too: equal rows are kept once
+            start, layout = 0, "HND"
+            blob = random.Random(f"{sid[-1]} {layer} {count}").randbytes(count * prefix.row_bytes)
+        else:
+            # a gap, an append, or over what is there
+            start = self.chance.choice((0, self.chance.randrange(40)))
+            blob = self.chance.randbytes(count * prefix.row_bytes)
         rows = token_major(blob, count, layout)
         if sid not in prefix.content.rows:
             return

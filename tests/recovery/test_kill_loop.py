@@ -12,28 +12,28 @@ from tests.recovery.material import open_sealed_files
 from tests.server.wire import Wire
 
 
-def _sealed(loop: KillLoop) -> int:
-    """Open every sealed segment with safetensors' own reader; how many there are."""
-    opened = 0
+def _open_sealed(loop: KillLoop, tally: Tally) -> None:
+    """Open every sealed segment with safetensors' own reader."""
     for worker in range(max(1, loop.plan.workers)):
         found = Recovery(Paths(loop.victim.folder, worker), True, False).run()
         assert not found.damaged
-        opened += open_sealed_files(found.folder.segments.values())
-    return opened
+        segments = found.folder.segments.values()
+        tally.sealed += open_sealed_files(segments)
+        tally.shared += sum(segment.sealed and len(segment.groups()) > 1 for segment in segments)
 
 
 def _run(folder: Path, plan: Plan) -> Tally:
     with kill_loop(folder, plan) as loop:
         tally = loop.run()
         loop.victim.kill_everything()
-        tally.sealed = _sealed(loop)
+        _open_sealed(loop, tally)
         loop.start_again()
         for worker in range(max(1, plan.workers)):
             with Wire.tcp(loop.victim.port_of(worker)) as wire:
                 wire.ok("KV.PREFIX.SAVE")
                 wire.ok("SAVE")
         loop.victim.stop()
-        tally.sealed += _sealed(loop)
+        _open_sealed(loop, tally)
     print(f"\n{tally.summary()}")
     return tally
 
@@ -42,6 +42,7 @@ def _run(folder: Path, plan: Plan) -> Tally:
 def test_kills_under_mixed_load_lose_nothing_and_serve_nothing_wrong(
     folder: Path, kills: int
 ) -> None:
+    kills = kills or 200
     tally = _run(folder, Plan(kills))
 
     assert tally.kills >= kills
@@ -52,7 +53,7 @@ def test_kills_under_mixed_load_lose_nothing_and_serve_nothing_wrong(
 
 @pytest.mark.timeout(1800)
 def test_killed_workers_lose_nothing_and_serve_nothing_wrong(folder: Path, kills: int) -> None:
-    kills = max(2, kills // 3)
+    kills = kills or 50
     tally = _run(folder, Plan(kills, workers=2))
 
     assert tally.kills >= kills and tally.launcher_kills
