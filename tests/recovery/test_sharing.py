@@ -360,6 +360,21 @@ def test_rows_of_other_formats_layouts_or_places_are_left_alone(folder: Path) ->
         assert driver.store.counters.bytes_shared == 0
 
 
+def test_a_layer_in_another_layout_is_left_alone_beside_one_that_is_shared(folder: Path) -> None:
+    size = COUNT * WIDE * 2
+    with Driver(folder) as driver:
+        for name in "ab":
+            driver.ask(*register(name, 2, WIDE))
+            driver.ask(*put(name + "_pk", 0, 0, COUNT, noise(0, size)))
+        driver.ask(*put("a_pk", 1, 0, COUNT, noise(1, size)))
+        driver.ask("V.STOREBATCH", "b_pk", 1, 0, COUNT, noise(1, size), "FMT", "STORED")
+        expected = driver.content()
+        share(driver)
+        assert driver.store.counters.bytes_shared == size and driver.content() == expected
+        assert len(places(driver, "a") & places(driver, "b")) == 1
+        sound(driver)
+
+
 @pytest.mark.parametrize("fmt", ["fp16", "int8", "mlx4g32", "fp32", "turbo4"])
 def test_every_format_is_shared_bit_equal(folder: Path, fmt: str) -> None:
     layout = "NHD" if fmt in ("int8", "turbo4") else "HND"
