@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from pion_vllm_mlx.cache.kv_client import PionKVClient, PionLayerClient
     from pion_vllm_mlx.cache.lmcache import LMCacheRemoteBackend
     from pion_vllm_mlx.cache.pion_store import PionStore
+    from pion_vllm_mlx.cache.vllm_mlx_backend import (
+        install_vllm_mlx_backend,
+        uninstall_vllm_mlx_backend,
+    )
 
 __all__ = [
     "ExternalizedAttentionConfig",
@@ -28,7 +32,9 @@ __all__ = [
     "PionKVClient",
     "PionLayerClient",
     "PionStore",
+    "install_vllm_mlx_backend",
     "patch_model_for_externalized_attention",
+    "uninstall_vllm_mlx_backend",
 ]
 
 _HOME = {
@@ -40,7 +46,9 @@ _HOME = {
     "PionKVClient": "kv_client",
     "PionLayerClient": "kv_client",
     "PionStore": "pion_store",
+    "install_vllm_mlx_backend": "vllm_mlx_backend",
     "patch_model_for_externalized_attention": "externalized_torch",
+    "uninstall_vllm_mlx_backend": "vllm_mlx_backend",
 }
 
 

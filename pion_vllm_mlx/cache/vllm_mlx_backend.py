@@ -1,0 +1,140 @@
+"""vllm-mlx with this package's store behind its scheduler.
+
+    from pion_vllm_mlx.cache import install_vllm_mlx_backend
+    install_vllm_mlx_backend(budget_gb=8)   # before vllm-mlx builds its engine
+    ...                                     # vllm_mlx.cli.serve_command(args), or EngineCore
+
+vllm-mlx has no hook for caches: its scheduler's names are replaced, after each was checked to
+be what is known here.  Only continuous batching uses a prefix cache (``--continuous-batching``).
+``--use-paged-cache``, ``--no-memory-aware-cache`` and ``--disable-prefix-cache`` choose other
+caches, past this one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+from pion_vllm_mlx.cache.lineage import LineageOptions
+from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import AnchorTexts, patch_chat_template
+from pion_vllm_mlx.cache.vllm_mlx_backend_cache import BackendSettings, PionPrefixCache
+from pion_vllm_mlx.cache.vllm_mlx_backend_prefill import patch_scheduler
+from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
+    CONSULTED,
+    MLLM_PREFIX_CACHE,
+    PREFIX_CACHE,
+    REPLACED,
+    Replacements,
+    check,
+    has_mllm,
+)
+from pion_vllm_mlx.cache.vllm_mlx_backend_usage import UsageLayer, patch_engine
+from pion_vllm_mlx.errors import PionMlxCompatError
+
+__all__ = [
+    "BackendSettings",
+    "PionPrefixCache",
+    "install_vllm_mlx_backend",
+    "installed_caches",
+    "uninstall_vllm_mlx_backend",
+]
+
+
+@dataclass
+class _Installed:
+    """What is installed in this process; at most one."""
+
+    replacements: Replacements
+    caches: list[PionPrefixCache]
+    layer: Any
+
+
+_CURRENT: list[_Installed] = []
+
+
+def install_vllm_mlx_backend(
+    budget_gb: float = 8.0,
+    url: str = "embedded:",
+    *,
+    settings: BackendSettings | None = None,
+) -> None:
+    """Have every engine that vllm-mlx builds from now on keep its prefixes in the store.
+
+    ``budget_gb`` caps what is stored, ``url`` says where (default: the embedded server of the
+    user's data folder); ``settings`` says all of it instead of both.  The in-process tier's
+    budget is vllm-mlx's own (``--cache-memory-mb``, ``--cache-memory-percent``).
+
+    Raises PionMlxCompatError, and changes nothing, where vllm-mlx is missing or a name that
+    would be replaced is not what is known here (the message says which and how), or where the
+    backend is installed already.
+    """
+    if _CURRENT:
+        raise PionMlxCompatError("the backend is installed already: uninstall it first")
+    seams = [*REPLACED, *CONSULTED, *([MLLM_PREFIX_CACHE] if has_mllm() else [])]
+    check(seams)
+    if settings is None:
+        settings = BackendSettings(LineageOptions(url=url, budget_bytes=int(budget_gb * 10**9)))
+    anchors, caches = AnchorTexts(), list[PionPrefixCache]()
+    cache_class = _cache_class(settings, anchors, caches)
+    replacements = Replacements()
+    replacements.replace(PREFIX_CACHE, cache_class)
+    if has_mllm():
+        replacements.replace(MLLM_PREFIX_CACHE, cache_class)
+    patch_scheduler(replacements, anchors)
+    patch_chat_template(replacements, anchors)
+    patch_engine(replacements)
+    _CURRENT.append(_Installed(replacements, caches, _add_layer()))
+
+
+def uninstall_vllm_mlx_backend() -> None:
+    """Put vllm-mlx's own objects back, write what waits, let the store go.
+
+    Engines built meanwhile keep their cache objects, without a store.  Does nothing where
+    nothing is installed.  Raises PionMlxCompatError where somebody else has replaced one of
+    our names; the rest is put back all the same.
+    """
+    if not _CURRENT:
+        return
+    installed = _CURRENT.pop()
+    _remove_layer(installed.layer)
+    for cache in installed.caches:
+        cache.close()
+    installed.replacements.undo()
+
+
+def installed_caches() -> list[PionPrefixCache]:
+    """The cache objects that engines of this process have built so far."""
+    return list(_CURRENT[0].caches) if _CURRENT else []
+
+
+def _cache_class(
+    settings: BackendSettings, anchors: AnchorTexts, caches: list[PionPrefixCache]
+) -> type[PionPrefixCache]:
+    class InstalledPrefixCache(PionPrefixCache):
+        """The cache of an engine: built as vllm-mlx builds its own."""
+
+        def __init__(self, model: Any, config: Any) -> None:
+            super().__init__(model, config, settings)
+            anchors.wanted = anchors.wanted or self.wants_cuts
+            caches.append(self)
+
+    return InstalledPrefixCache
+
+
+def _add_layer() -> Any:
+    """Put the usage layer around vllm-mlx's application; what was added."""
+    from starlette.middleware import Middleware
+
+    app = importlib.import_module("vllm_mlx.server").app
+    layer = Middleware(UsageLayer)
+    app.user_middleware.insert(0, layer)
+    app.middleware_stack = None
+    return layer
+
+
+def _remove_layer(layer: Any) -> None:
+    app = importlib.import_module("vllm_mlx.server").app
+    if layer in app.user_middleware:
+        app.user_middleware.remove(layer)
+    app.middleware_stack = None

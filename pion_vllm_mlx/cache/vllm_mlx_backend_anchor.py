@@ -1,0 +1,88 @@
+"""Where the system prompt and the tools of a chat end, in tokens.
+
+vllm-mlx renders a chat to text and passes the text on.  Beside it the leading system messages
+and the tools are rendered once more with another user message behind them; the tokens that both
+texts share, less two, are the anchor: any other conversation under the same system prompt can
+start there.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pion_vllm_mlx.cache.lineage import anchor_length
+from pion_vllm_mlx.cache.vllm_mlx_backend_seams import CHAT_TEMPLATE, Replacements
+
+MAX_TEXTS = 256
+OTHER_USER = {"role": "user", "content": "\u2042"}
+
+
+class AnchorTexts:
+    """The system part of each rendered chat, remembered until its request comes."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        self._system: OrderedDict[str, str] = OrderedDict()
+        self._tokens: OrderedDict[str, list[int]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def remember(self, prompt: str, system: str) -> None:
+        """Note that ``prompt`` begins like ``system``, another chat's text."""
+        with self._lock:
+            _put(self._system, prompt, system)
+
+    def length(self, prompt: str, ids: Sequence[int], tokenizer: Any) -> int | None:
+        """The anchor of a prompt; None where it has no system part."""
+        with self._lock:
+            system = self._system.get(prompt)
+            known = self._tokens.get(system or "")
+        if system is None:
+            return None
+        if known is None:
+            known = [int(token) for token in tokenizer.encode(system)]
+            with self._lock:
+                _put(self._tokens, system, known)
+        return anchor_length(known, ids) or None
+
+
+def patch_chat_template(replacements: Replacements, anchors: AnchorTexts) -> None:
+    """Have every rendered chat's system part remembered."""
+    from jinja2 import TemplateError
+
+    original: Callable[..., str] = vars(CHAT_TEMPLATE.owner())[CHAT_TEMPLATE.name]
+
+    @functools.wraps(original)
+    def apply(self: Any, messages: list[dict[str, Any]], *args: Any, **options: Any) -> str:
+        prompt = original(self, messages, *args, **options)
+        leading = leading_system(messages)
+        tools = args[0] if args else options.get("tools")
+        if anchors.wanted and len(leading) < len(messages) and (leading or tools):
+            try:
+                system = original(self, [*leading, OTHER_USER], *args, **options)
+            except (TemplateError, ValueError, TypeError, KeyError):
+                return prompt  # a template that refuses such a chat: no anchor
+            anchors.remember(prompt, system)
+        return prompt
+
+    replacements.replace(CHAT_TEMPLATE, apply)
+
+
+def leading_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The system messages before the first other one."""
+    leading = []
+    for message in messages:
+        if message.get("role") not in ("system", "developer"):
+            break
+        leading.append(message)
+    return leading
+
+
+def _put(table: OrderedDict[str, Any], key: str, value: Any) -> None:
+    table[key] = value
+    table.move_to_end(key)
+    while len(table) > MAX_TEXTS:
+        table.popitem(last=False)

@@ -1,0 +1,355 @@
+"""The object that vllm-mlx's scheduler takes for its prefix cache.
+
+It offers what the scheduler calls and reads of ``MemoryAwarePrefixCache`` and keeps no array
+that is not this module's: a small tier of live caches in the process, and behind it the
+lineage store, asked only where it may hold more.  Everything but the statistics runs on the
+thread that owns MLX; the statistics are plain numbers that any thread may read.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pion_vllm_mlx.cache.completion import token_ids
+from pion_vllm_mlx.cache.lineage import Cut, LineageOptions, LineageStore, Match
+from pion_vllm_mlx.cache.lineage.types import CutKind, KeepKind
+from pion_vllm_mlx.cache.vllm_mlx_backend_live import (
+    LiveTier,
+    check_length,
+    restorable_floor,
+)
+from pion_vllm_mlx.errors import PionError, UnsupportedCache
+
+log = logging.getLogger(__name__)
+
+MEGABYTE = 1 << 20
+#: a guard, or a divergence, is only worth a state of its own when it spares so many tokens.
+CHECKPOINT_GAIN = 256
+GUARD_DISTANCE = 16
+
+
+@dataclass(frozen=True)
+class BackendSettings:
+    """What every cache object of an installed backend shares.
+
+    ``options`` None: no store, prefixes live in this process only.  ``keep_replies``: what was
+    generated is kept as well, so that the next turn starts behind it.
+    """
+
+    options: LineageOptions | None = field(default_factory=LineageOptions)
+    keep_replies: bool = True
+
+
+@dataclass
+class Lookup:
+    """What a fetch found: for cuts, the log line and the receipt.
+
+    ``tier``: ``memory``, the store's lane, or ``none``.  ``why`` says why it was not more.
+    """
+
+    prompt_tokens: int
+    reused_tokens: int = 0
+    tier: str = "none"
+    why: str = ""
+    common: int = 0
+    restore_ms: float = 0.0
+    match: Match | None = None
+
+
+@dataclass
+class Counters:
+    """Numbers of one cache object; written by one thread, read by any."""
+
+    hits: int = 0
+    misses: int = 0
+    tokens_saved: int = 0
+    tokens_asked: int = 0
+    memory_hits: int = 0
+    store_hits: int = 0
+    kept: int = 0
+    refused: int = 0
+
+
+class PionPrefixCache:
+    """A prefix cache of two tiers in the place of vllm-mlx's own."""
+
+    def __init__(self, model: Any, config: Any, settings: BackendSettings) -> None:
+        """``config`` is vllm-mlx's MemoryCacheConfig: the budget of the in-process tier."""
+        self.settings = settings
+        self._model = model
+        self._live = LiveTier(int(config.compute_memory_limit()), int(config.max_entries))
+        self._store: LineageStore | None = None
+        self._store_opened = False
+        self._counters = Counters()
+        self._last_match_type: str | None = None
+        self._last_matched_key: list[int] | None = None
+        self._told: set[str] = set()
+        self._wants_cuts = _wants_cuts(model)
+        self.last_lookup = Lookup(0)
+        self.prefill_tokens_per_second = 0.0
+
+    # What the scheduler calls ------------------------------------------------------------
+
+    def fetch(self, tokens: list[int]) -> tuple[list[Any] | None, list[int]]:
+        """Caches that hold a prefix of ``tokens``, and the rest, which is never empty.
+
+        The caches are the caller's own; None with all of ``tokens`` for a miss.
+        """
+        prompt = list(tokens)
+        self.last_lookup = lookup = Lookup(len(prompt))
+        caches = self._find(prompt, lookup) if len(prompt) > 1 else None
+        self._count(lookup)
+        self._last_matched_key = prompt[: lookup.reused_tokens] if caches else None
+        self._last_match_type = "prefix" if caches else "miss"
+        return (caches, prompt[lookup.reused_tokens :]) if caches else (None, prompt)
+
+    def store(self, tokens: list[int], cache: list[Any], evict_prefixes: bool = True) -> bool:
+        """Keep ``cache``, which holds exactly ``tokens``; what it supersedes goes by itself."""
+        del evict_prefixes
+        return self.keep(tokens, cache, "final")
+
+    def remove(self, tokens: list[int], *, include_ssd: bool = False) -> bool:
+        """Give up the live entry of exactly ``tokens``.  The store evicts by its own budget."""
+        del include_ssd
+        try:
+            return self._live.remove(tokens)
+        except UnsupportedCache:
+            return False
+
+    def clear(self) -> None:
+        """Give up all live entries; what is stored stays (its user deletes conversations)."""
+        self._live.clear()
+
+    def get_stats(self) -> dict[str, Any]:
+        """vllm-mlx's own statistics, ours beside them under ``pion``.  Any thread."""
+        counters, live = self._counters, self._live
+        asked = counters.hits + counters.misses
+        return {
+            "hits": counters.hits,
+            "misses": counters.misses,
+            "hit_rate": round(counters.hits / asked, 4) if asked else 0.0,
+            "evictions": live.evictions,
+            "tokens_saved": counters.tokens_saved,
+            "current_memory_mb": round(live.nbytes / MEGABYTE, 2),
+            "max_memory_mb": round(live.budget_bytes / MEGABYTE, 2),
+            "memory_utilization": round(live.nbytes / max(1, live.budget_bytes), 4),
+            "entry_count": len(live),
+            "store_rejections": live.rejections + counters.refused,
+            "pion": self.pion_stats(),
+        }
+
+    def reset_stats(self) -> None:
+        """Begin counting anew."""
+        self._counters = Counters()
+
+    def save_to_disk(self, cache_dir: str) -> bool:
+        """Wait until all that was kept is stored; ``cache_dir`` is not used."""
+        del cache_dir
+        return self._store.flush() if self._store is not None else False
+
+    def load_from_disk(self, cache_dir: str) -> int:
+        """Open the store on this thread, which owns MLX; rows are read when they are needed."""
+        del cache_dir
+        self.store_or_none()
+        return 0
+
+    def prepare_store(self, tokens: list[int], cache: list[Any], auxiliary: Any = None) -> None:
+        """vllm-mlx's image path may prepare an entry before it is published: not offered."""
+        del tokens, cache, auxiliary
+
+    def set_ssd_tier(self, ssd_tier: Any) -> None:
+        """vllm-mlx's own disk tier does not see our entries."""
+        if ssd_tier is not None:
+            self._tell("--ssd-cache-dir has no effect: the store is the disk tier")
+
+    def check_ssd(self, tokens: list[int]) -> None:
+        """Nothing waits in vllm-mlx's own disk tier."""
+        del tokens
+
+    @property
+    def memory_limit_mb(self) -> float:
+        """The budget of the in-process tier."""
+        return self._live.budget_bytes / MEGABYTE
+
+    @property
+    def memory_usage_mb(self) -> float:
+        """What the in-process tier holds."""
+        return self._live.nbytes / MEGABYTE
+
+    @property
+    def _entries(self) -> LiveTier:
+        return self._live
+
+    @property
+    def _current_memory(self) -> int:
+        return self._live.nbytes
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    # What the patched scheduler adds -----------------------------------------------------
+
+    def keep(
+        self,
+        tokens: Sequence[int],
+        caches: Sequence[Any],
+        kind: KeepKind = "final",
+        *,
+        reply: bool = False,
+    ) -> bool:
+        """Keep ``caches``, which hold exactly ``tokens``, in both tiers; never raises for them.
+
+        A reply's recurrent state stays in this process: it would be a second state a turn.
+        """
+        try:
+            check_length(caches, len(tokens))
+            live = self._live.put(tokens, caches, kind)
+        except UnsupportedCache as reason:
+            self._counters.refused += 1
+            self._tell(f"not kept: {reason}")
+            return False
+        self._counters.kept += 1
+        store = self.store_or_none()
+        if store is None or (reply and self._wants_cuts):
+            return live
+        stored = store.keep(tokens, caches, kind)
+        return live or stored
+
+    def cuts(self, tokens: Sequence[int], lookup: Lookup, anchor: int | None) -> list[Cut]:
+        """Where this prompt's cache has to be kept while what is not reused is prefilled."""
+        if not self._wants_cuts:
+            return []
+        match = lookup.match or Match(token_ids(tokens))
+        match = replace(
+            match,
+            length=lookup.reused_tokens,
+            common=max(lookup.common, match.common),
+        )
+        store = self.store_or_none()
+        if store is not None and store.bypass is None:
+            return store.cuts(tokens, match, anchor)
+        return plain_cuts(len(tokens), match.length, match.common, anchor)
+
+    @property
+    def wants_cuts(self) -> bool:
+        """Whether the model's caches can be restored only where they were kept."""
+        return self._wants_cuts
+
+    def store_or_none(self) -> LineageStore | None:
+        """The store, opened at its first use on the thread that owns MLX."""
+        if not self._store_opened:
+            self._store_opened = True
+            if self.settings.options is not None:
+                try:
+                    self._store = LineageStore(self._model, self.settings.options)
+                except PionError as reason:
+                    self._tell(f"no store: {reason}")
+        return self._store
+
+    def pion_stats(self) -> dict[str, Any]:
+        """Our own counters, flat.  Any thread."""
+        store = self._store
+        mine: dict[str, Any] = {**vars(self._counters), "live_bytes": self._live.nbytes}
+        if self.settings.options is None:
+            return {"pion": "disabled", **mine}
+        return {**mine, **(store.stats() if store is not None else {})}
+
+    def close(self) -> None:
+        """Write what waits and let the store go."""
+        if self._store is not None:
+            self._store.close()
+        self._store = None
+
+    # --------------------------------------------------------------------------------------
+
+    def _find(self, prompt: list[int], lookup: Lookup) -> list[Any] | None:
+        """The longest prefix of either tier; notes in ``lookup`` what it was."""
+        try:
+            hit = self._live.find(prompt)
+            lookup.common = self._live.common(prompt)
+        except UnsupportedCache as reason:
+            lookup.why = str(reason)
+            return None
+        length = hit.length if hit else 0
+        stored = self._restored(prompt, length, lookup)
+        if stored is not None:
+            return stored
+        caches = self._live.take(hit) if hit else None
+        if caches is not None:
+            lookup.tier, lookup.reused_tokens = "memory", length
+            lookup.why = lookup.why or _why_not_more(len(prompt), length, lookup.common)
+        return caches
+
+    def _restored(self, prompt: list[int], length: int, lookup: Lookup) -> list[Any] | None:
+        """What the store holds, where that is at least ``min_gain`` tokens more."""
+        options, store = self.settings.options, self.store_or_none()
+        if store is None or options is None:
+            lookup.why = lookup.why or _why_not_more(len(prompt), length, lookup.common)
+            return None
+        if len(prompt) - 1 - length < options.min_gain:
+            return None
+        lookup.match = match = store.match(prompt)
+        lookup.why = match.why
+        if match.length < length + options.min_gain:
+            return None
+        restored = store.restore(match)
+        if restored is None or restored.length < length + 1:
+            lookup.why = "what is stored could not be restored"
+            return None
+        lookup.tier, lookup.reused_tokens = restored.lane, restored.length
+        lookup.restore_ms = restored.ms
+        return list(restored.caches)
+
+    def _count(self, lookup: Lookup) -> None:
+        counters = self._counters
+        counters.tokens_asked += lookup.prompt_tokens
+        counters.tokens_saved += lookup.reused_tokens
+        counters.hits += lookup.reused_tokens > 0
+        counters.misses += lookup.reused_tokens == 0
+        counters.memory_hits += lookup.tier == "memory"
+        counters.store_hits += lookup.tier not in ("memory", "none")
+
+    def _tell(self, sentence: str) -> None:
+        if sentence not in self._told:
+            self._told.add(sentence)
+            log.warning("pion: %s", sentence)
+
+
+def plain_cuts(count: int, reused: int, common: int, anchor: int | None) -> list[Cut]:
+    """Where a prompt of ``count`` tokens is cut when there is no store to say so."""
+    kinds: dict[int, CutKind] = {}
+    if count - reused >= CHECKPOINT_GAIN:
+        kinds[count - GUARD_DISTANCE] = "guard"
+    if common - reused >= CHECKPOINT_GAIN:
+        kinds[common] = "divergence"
+    if anchor is not None:
+        kinds[anchor] = "anchor"
+    return [Cut(at, kinds[at]) for at in sorted(kinds) if reused < at < count]
+
+
+def _wants_cuts(model: Any) -> bool:
+    """Whether a filled cache of the model may be impossible to shorten."""
+    from mlx_lm.models.cache import (
+        CacheList,
+        ChunkedKVCache,
+        RotatingKVCache,
+        make_prompt_cache,
+    )
+
+    def fixed(cache: Any) -> bool:
+        if isinstance(cache, CacheList):
+            return any(fixed(child) for child in cache.caches)
+        return isinstance(cache, RotatingKVCache | ChunkedKVCache) or restorable_floor(cache) > 0
+
+    return any(fixed(cache) for cache in make_prompt_cache(model))
+
+
+def _why_not_more(count: int, length: int, common: int) -> str:
+    if length >= count - 1:
+        return ""
+    if common > length:
+        return f"{common} tokens agree with an earlier prompt, but no state was kept there"
+    return "nothing longer was kept" if common else "no earlier prompt begins like this one"

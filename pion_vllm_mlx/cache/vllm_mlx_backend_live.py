@@ -1,0 +1,291 @@
+"""The in-process tier: live caches of this process by their exact tokens.
+
+An entry is a list of mlx-lm caches of batch size 1 that hold exactly its tokens.  A lookup
+takes the entry with the longest usable prefix: attention caches give any shorter length down
+to their ``floor`` (0 where every row is held; their own length once a window has wrapped),
+recurrent states only the length at which they were taken.  Arrays are shared, never copied:
+MLX arrays do not change, and whoever gets an entry gets cache objects of its own.
+
+Keys are big-endian token ids, so that byte order is the order of token sequences and the
+entry with the longest common prefix is a neighbour in a sorted list.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from pion_vllm_mlx.cache.layers import cache_arrays, refuse_unknown
+from pion_vllm_mlx.errors import UnsupportedCache
+
+TOKEN_BYTES = 4
+MAX_CHECKPOINTS = 4
+
+
+@dataclass(frozen=True)
+class LiveHit:
+    """A usable prefix of ``length`` tokens in the entry ``key``."""
+
+    key: bytes
+    length: int
+
+
+@dataclass(frozen=True)
+class _Entry:
+    caches: tuple[Any, ...]
+    length: int
+    floor: int
+    kind: str
+    nbytes: int
+
+
+@dataclass
+class LiveTier:
+    """Caches under a byte budget, the least recently used given up first, anchors last.
+
+    Safe to call from several threads; arrays are only touched by ``put``.
+    """
+
+    budget_bytes: int
+    max_entries: int = 1000
+    evictions: int = 0
+    rejections: int = 0
+    nbytes: int = 0
+    _entries: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
+    _all: list[bytes] = field(default_factory=list)
+    _sliceable: list[bytes] = field(default_factory=list)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def find(self, tokens: Sequence[int]) -> LiveHit | None:
+        """The longest usable prefix of ``tokens``, the last token always left to compute."""
+        limit = len(tokens) - 1
+        key = encode(tokens)
+        with self._lock:
+            best = self._exact(key[: limit * TOKEN_BYTES])
+            for name in _neighbours(self._sliceable, key):
+                usable = min(common_tokens(name, key), limit)
+                if usable >= max(1, self._entries[name].floor):
+                    if best is None or usable > best.length:
+                        best = LiveHit(name, usable)
+            return best
+
+    def common(self, tokens: Sequence[int]) -> int:
+        """The longest common prefix with any entry, usable or not."""
+        key = encode(tokens)
+        with self._lock:
+            near = _neighbours(self._all, key)
+            return max((common_tokens(name, key) for name in near), default=0)
+
+    def take(self, hit: LiveHit) -> list[Any] | None:
+        """Cache objects of the caller's own that hold ``hit.length`` tokens; None if gone."""
+        with self._lock:
+            entry = self._entries.get(hit.key)
+            if entry is None:
+                return None
+            self._entries.move_to_end(hit.key)
+        return [shortened(cache, entry.length - hit.length) for cache in entry.caches]
+
+    def put(self, tokens: Sequence[int], caches: Sequence[Any], kind: str = "final") -> bool:
+        """Keep ``caches``, which hold exactly ``tokens``; whether they (or more) are held now.
+
+        Their arrays are scheduled for evaluation on the calling thread.  Raises
+        UnsupportedCache for a class that is not known, or a cache of another length.
+        """
+        refuse_unknown(caches)
+        check_length(caches, len(tokens))
+        entry = _Entry(
+            tuple(shortened(cache, 0) for cache in caches),
+            len(tokens),
+            min(len(tokens), max(restorable_floor(cache) for cache in caches)),
+            kind,
+            sum(array.nbytes for array in cache_arrays(caches)),
+        )
+        key = encode(tokens)
+        with self._lock:
+            if self._covered(key):
+                return True
+            if entry.nbytes > self.budget_bytes:
+                self.rejections += 1
+                return False
+            self._drop_superseded(key, entry)
+            self._insert(key, entry)
+            self._shrink(keep=key)
+        mx.async_eval(cache_arrays(entry.caches))
+        return True
+
+    def remove(self, tokens: Sequence[int]) -> bool:
+        """Give up the entry of exactly ``tokens``; whether there was one."""
+        key = encode(tokens)
+        with self._lock:
+            if key not in self._entries:
+                return False
+            self._delete(key)
+            return True
+
+    def clear(self) -> None:
+        """Give up everything."""
+        with self._lock:
+            for key in list(self._entries):
+                self._delete(key)
+
+    def _exact(self, probe: bytes) -> LiveHit | None:
+        for name in self._prefixes(probe):
+            return LiveHit(name, len(name) // TOKEN_BYTES)
+        return None
+
+    def _prefixes(self, probe: bytes) -> Iterable[bytes]:
+        """Entries that are prefixes of ``probe``, the longest first."""
+        while probe:
+            index = bisect_right(self._all, probe)
+            if index == 0:
+                return
+            name = self._all[index - 1]
+            common = common_tokens(name, probe) * TOKEN_BYTES
+            if common == len(name):
+                yield name
+                common -= TOKEN_BYTES
+            probe = probe[:common]
+
+    def _covered(self, key: bytes) -> bool:
+        """Whether an entry gives ``key`` already; it counts as used now."""
+        length = len(key) // TOKEN_BYTES
+        names = [key] if key in self._entries else _neighbours(self._sliceable, key)
+        for name in names:
+            entry = self._entries[name]
+            if name == key or (common_tokens(name, key) == length and entry.floor <= length):
+                self._entries.move_to_end(name)
+                return True
+        return False
+
+    def _drop_superseded(self, key: bytes, entry: _Entry) -> None:
+        """Give up what the new entry gives as well, and thin out a conversation's states."""
+        states = []
+        for name in list(self._prefixes(key)):
+            old = self._entries[name]
+            if entry.floor <= old.length and entry.floor <= old.floor:
+                self._delete(name)
+            elif old.floor == old.length and old.kind != "anchor":
+                states.append(name)
+        surplus = len(states) + 1 - MAX_CHECKPOINTS
+        if entry.kind == "anchor" or surplus <= 0:
+            return
+        oldest_first = states[::-1]
+        guards = [name for name in oldest_first if self._entries[name].kind == "guard"]
+        # Only the newest guard is of use, that one more than an old turn's end.
+        newest = [] if entry.kind == "guard" else guards[-1:]
+        old_guards = guards[: len(guards) - len(newest)]
+        others = [name for name in oldest_first if name not in guards]
+        for name in (old_guards + others + newest)[:surplus]:
+            self._delete(name)
+
+    def _shrink(self, keep: bytes) -> None:
+        while self.nbytes > self.budget_bytes or len(self._entries) > self.max_entries:
+            names = [name for name in self._entries if name != keep]
+            if not names:
+                return
+            plain = (name for name in names if self._entries[name].kind != "anchor")
+            self._delete(next(plain, names[0]))
+            self.evictions += 1
+
+    def _insert(self, key: bytes, entry: _Entry) -> None:
+        self._entries[key] = entry
+        self.nbytes += entry.nbytes
+        insort(self._all, key)
+        if entry.floor < entry.length:
+            insort(self._sliceable, key)
+
+    def _delete(self, key: bytes) -> None:
+        entry = self._entries.pop(key)
+        self.nbytes -= entry.nbytes
+        del self._all[bisect_left(self._all, key)]
+        if entry.floor < entry.length:
+            del self._sliceable[bisect_left(self._sliceable, key)]
+
+
+def encode(tokens: Sequence[int]) -> bytes:
+    """The key of a token sequence.  Raises UnsupportedCache for ids that are not 32 bits."""
+    ids = np.asarray(tokens, dtype=np.int64)
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF):
+        raise UnsupportedCache("token ids outside 32 bits (image tokens) are not cached")
+    return ids.astype(">u4").tobytes()
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """The number of leading tokens that two keys share."""
+    size = min(len(left), len(right))
+    if left[:size] == right[:size]:
+        return size // TOKEN_BYTES
+    a = np.frombuffer(left, dtype=">u4", count=size // TOKEN_BYTES)
+    b = np.frombuffer(right, dtype=">u4", count=size // TOKEN_BYTES)
+    return int(np.argmax(a != b))
+
+
+def shortened(cache: Any, surplus: int) -> Any:
+    """A cache object of its own over the same arrays, ``surplus`` tokens shorter."""
+    from mlx_lm.models.cache import ArraysCache, CacheList
+
+    own = copy.copy(cache)
+    if isinstance(cache, CacheList):
+        children = [shortened(child, surplus) for child in cache.caches]
+        own.caches = type(cache.caches)(children)
+    elif isinstance(cache, ArraysCache):
+        own.cache = list(cache.cache)
+    elif surplus:
+        own.trim(surplus)
+    return own
+
+
+def restorable_floor(cache: Any) -> int:
+    """The smallest number of tokens to which ``cache`` can be shortened."""
+    from mlx_lm.models.cache import (
+        ArraysCache,
+        CacheList,
+        ChunkedKVCache,
+        ConcatenateKVCache,
+        RotatingKVCache,
+    )
+
+    if isinstance(cache, CacheList):
+        return max(restorable_floor(child) for child in cache.caches)
+    if isinstance(cache, ArraysCache):
+        return 1 << 62
+    if isinstance(cache, RotatingKVCache):
+        return 0 if cache.offset < cache.max_size else int(cache.offset)
+    if isinstance(cache, ChunkedKVCache):
+        return int(cache.start_position) + 1 if cache.start_position else 0
+    if isinstance(cache, ConcatenateKVCache):
+        return int(cache.offset)
+    return 0
+
+
+def check_length(caches: Sequence[Any], length: int) -> None:
+    """Raises UnsupportedCache unless every cache that counts its tokens counts ``length``."""
+    from mlx_lm.models.cache import ArraysCache, CacheList
+
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            check_length(cache.caches, length)
+        elif isinstance(cache, ArraysCache):
+            if cache.cache[0] is None:
+                raise UnsupportedCache("an empty recurrent state is not kept")
+        elif cache.keys is None or cache.offset != length:
+            raise UnsupportedCache(
+                f"a {type(cache).__name__} holds {cache.offset} tokens, its key has {length}"
+            )
+
+
+def _neighbours(names: list[bytes], key: bytes) -> list[bytes]:
+    """The entries before and after ``key`` in order: one has the longest common prefix."""
+    index = bisect_left(names, key)
+    return names[max(0, index - 1) : index + 1]

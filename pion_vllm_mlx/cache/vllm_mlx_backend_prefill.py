@@ -1,0 +1,243 @@
+"""The patches of vllm-mlx's scheduler: prompts are cut, and kept where they are cut.
+
+mlx-lm's BatchGenerator prefills a prompt segment by segment and says after each step which
+segment ended; several prompts go on at once.  A prompt that was scheduled is cut into more
+segments before its prefill begins, and ``PrefillWatch`` takes its cache out of the batch at
+each cut and at its last token but one.  That works for every family, also where vllm-mlx's own
+callbacks are off (mlx-lm >= 0.31) and where a cache cannot be shortened afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from pion_vllm_mlx.cache.lineage.types import KeepKind
+from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import AnchorTexts
+from pion_vllm_mlx.cache.vllm_mlx_backend_cache import Lookup, PionPrefixCache
+from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
+    ADD_TO_SCHEDULER,
+    CREATE_GENERATOR,
+    SCHEDULE_WAITING,
+    STORE_PROMPT,
+    Replacements,
+    Seam,
+)
+
+log = logging.getLogger(__name__)
+
+
+class PrefillWatch:
+    """One BatchGenerator's prompts: where each is cut, and what is kept of it."""
+
+    def __init__(self, scheduler: Any, generator: Any) -> None:
+        """Takes the place of ``generator.next``."""
+        self._scheduler = weakref.proxy(scheduler)
+        self._generator = generator
+        self._next = generator.next
+        self._cuts: dict[int, dict[int, KeepKind]] = {}
+        self._last_kept: dict[int, int] = {}
+        if pads_wrongly(scheduler.model):
+            # Prompts of different lengths would be padded, and the padding would be computed
+            # into the recurrent state: one prompt at a time is right.
+            generator.prefill_batch_size = 1
+
+    def next(self) -> Any:
+        """One step of the generator; what ended a segment in it is kept."""
+        tokens, seconds = self._prefilled()
+        result = self._next()
+        self._measure(tokens, seconds)
+        prompts, generated = result
+        if prompts or generated:
+            with mx.stream(self._generator.stream):
+                for response in prompts:
+                    self._after_prompt(response)
+                for response in generated:
+                    self._after_token(response)
+        return result
+
+    def cut(self, request: Any) -> None:
+        """Cut a prompt that was just scheduled and whose prefill has not begun."""
+        cache: PionPrefixCache = self._scheduler.memory_aware_cache
+        uid, prompt = request.batch_uid, request.prompt_token_ids
+        reused = int(request.cached_tokens)
+        lookup = lookup_of(request)
+        if lookup is None or lookup.reused_tokens != reused:
+            lookup = Lookup(len(prompt), reused)
+        cuts = cache.cuts(prompt, lookup, anchor_of(request))
+        self._cuts[uid] = {cut.position: cut.kind for cut in cuts}
+        segments = self._segments(uid)
+        if not cuts or segments is None:
+            return
+        rest = [token for segment in segments for token in segment]
+        if rest != list(prompt[reused:]):
+            return
+        segments[:] = split(rest, [cut.position - reused for cut in cuts])
+
+    def _segments(self, uid: int) -> list[list[int]] | None:
+        for sequence in self._generator._unprocessed_sequences:
+            if sequence[0] == uid:
+                segments: list[list[int]] = sequence[1]
+                return segments
+        return None
+
+    def _request(self, uid: int) -> Any:
+        scheduler = self._scheduler
+        return scheduler.requests.get(scheduler.uid_to_request_id.get(uid))
+
+    def _after_prompt(self, response: Any) -> None:
+        """Keep a prompt where a segment of it has ended, and now and then in a long one."""
+        uid, request = response.uid, self._request(response.uid)
+        if request is None or response.end_of_prompt:
+            self._cuts.pop(uid, None)
+            self._last_kept.pop(uid, None)
+            return
+        done, total = response.progress
+        prompt = request.prompt_token_ids
+        position = len(prompt) - total + done
+        kind = self._kind_at(uid, position, len(prompt))
+        if kind is None:
+            return
+        self._last_kept[uid] = position
+        held = self._generator.extract_cache([uid]).get(uid)
+        if held is not None:
+            self._scheduler.memory_aware_cache.keep(prompt[:position], held[0], kind)
+
+    def _kind_at(self, uid: int, position: int, count: int) -> KeepKind | None:
+        kind = self._cuts.get(uid, {}).get(position)
+        if kind is not None:
+            return kind
+        if position == count - 1:
+            return "final"
+        interval = self._scheduler.config.mid_prefill_save_interval
+        begun = self._last_kept.setdefault(uid, 0)
+        return "guard" if interval > 0 and position - begun >= interval else None
+
+    def _after_token(self, response: Any) -> None:
+        """Keep a finished reply: its cache holds the prompt and all that was generated."""
+        if response.finish_reason is None or response.prompt_cache is None:
+            return
+        request, cache = self._request(response.uid), self._scheduler.memory_aware_cache
+        if request is None or not cache.settings.keep_replies or self._scheduler.config.enable_mtp:
+            return
+        replied = [*request.output_token_ids, response.token]
+        cache.keep([*request.prompt_token_ids, *replied], response.prompt_cache, reply=True)
+
+    def _prefilled(self) -> tuple[int, float]:
+        generator = self._generator
+        return generator._prompt_tokens_counter, generator._prompt_time_counter
+
+    def _measure(self, tokens: int, seconds: float) -> None:
+        """Keep a running mean of the prefill rate, of steps big enough to tell."""
+        now_tokens, now_seconds = self._prefilled()
+        if now_tokens - tokens < 32 or now_seconds <= seconds:
+            return
+        rate = (now_tokens - tokens) / (now_seconds - seconds)
+        cache: PionPrefixCache = self._scheduler.memory_aware_cache
+        known = cache.prefill_tokens_per_second
+        cache.prefill_tokens_per_second = rate if known == 0 else 0.7 * known + 0.3 * rate
+
+
+def split(tokens: Sequence[int], positions: Sequence[int]) -> list[list[int]]:
+    """``tokens`` cut at ``positions``, the last token a segment of its own."""
+    last = len(tokens) - 1
+    bounds = [0, *sorted({at for at in positions if 0 < at < last}), last, last + 1]
+    pairs = zip(bounds, bounds[1:], strict=False)
+    return [list(tokens[start:end]) for start, end in pairs if end > start]
+
+
+def pads_wrongly(model: Any) -> bool:
+    """Whether a recurrent model ignores the mask that mlx-lm gives it for padded prompts."""
+    from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+    def recurrent(cache: Any) -> bool:
+        if isinstance(cache, CacheList):
+            return any(recurrent(child) for child in cache.caches)
+        return isinstance(cache, ArraysCache)
+
+    if not any(recurrent(cache) for cache in make_prompt_cache(model)):
+        return False
+    modules = {type(part).__module__ for part in model.modules()}
+    sources = [
+        inspect.getsource(sys.modules[name]) for name in modules if name.startswith("mlx_lm.")
+    ]
+    return not any("create_ssm_mask" in source for source in sources)
+
+
+def lookup_of(request: Any) -> Lookup | None:
+    """What the fetch for this request found."""
+    found: Lookup | None = vars(request).get("pion_lookup")
+    return found
+
+
+def anchor_of(request: Any) -> int | None:
+    """Where the system prompt of this request ends."""
+    found: int | None = vars(request).get("pion_anchor")
+    return found
+
+
+def patch_scheduler(replacements: Replacements, anchors: AnchorTexts) -> None:
+    """Replace the scheduler's methods; schedulers with another cache go on as before."""
+
+    def with_ours(seam: Seam, ours: Callable[..., Any]) -> None:
+        original = vars(seam.owner())[seam.name]
+
+        @functools.wraps(original)
+        def method(self: Any, *args: Any) -> Any:
+            if not isinstance(self.memory_aware_cache, PionPrefixCache):
+                return original(self, *args)
+            return ours(original, self, *args)
+
+        replacements.replace(seam, method)
+
+    def add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
+        result = original(self, request)
+        cache: PionPrefixCache = self.memory_aware_cache
+        request.pion_lookup = cache.last_lookup
+        if cache.wants_cuts and isinstance(request.prompt, str):
+            request.pion_anchor = anchors.length(
+                request.prompt, request.prompt_token_ids, self._actual_tokenizer
+            )
+        return result
+
+    def schedule(original: Callable[..., Any], self: Any) -> Any:
+        scheduled = original(self)
+        for request in scheduled:
+            self.batch_generator.pion_watch.cut(request)
+            _log_request(request)
+        return scheduled
+
+    def create(original: Callable[..., Any], self: Any, sampling_params: Any) -> Any:
+        generator = original(self, sampling_params)
+        generator.pion_watch = PrefillWatch(self, generator)
+        generator.next = generator.pion_watch.next
+        return generator
+
+    def store_prompt(original: Callable[..., Any], self: Any, request: Any, response: Any) -> None:
+        """The watch has kept the prompt already, one token shorter."""
+
+    with_ours(ADD_TO_SCHEDULER, add_request)
+    with_ours(SCHEDULE_WAITING, schedule)
+    with_ours(CREATE_GENERATOR, create)
+    with_ours(STORE_PROMPT, store_prompt)
+
+
+def _log_request(request: Any) -> None:
+    lookup = lookup_of(request) or Lookup(0)
+    count, reused = len(request.prompt_token_ids), int(request.cached_tokens)
+    log.info(
+        "request %s: %d of %d prompt tokens reused (%s), %d to compute%s",
+        request.request_id[:12],
+        reused,
+        count,
+        lookup.tier if reused else "none",
+        count - reused,
+        f"; {lookup.why}" if lookup.why else "",
+    )

@@ -1,0 +1,216 @@
+"""Truth in ``usage``: an ASGI layer around vllm-mlx's application.
+
+vllm-mlx knows how many tokens of a request were cached and forwards the number nowhere.  The
+engine's requests of one HTTP request are collected in a context variable, and the answer's
+``usage`` is completed on its way out, in the terms of its own API; a receipt, ``pion``, stands
+beside OpenAI's.  Everything else passes through untouched.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from pion_vllm_mlx.cache.vllm_mlx_backend_cache import Lookup, PionPrefixCache
+from pion_vllm_mlx.cache.vllm_mlx_backend_prefill import lookup_of
+from pion_vllm_mlx.cache.vllm_mlx_backend_seams import ADD_TO_ENGINE, Replacements
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses", "/responses"}
+)
+
+
+@dataclass
+class Asked:
+    """One request of the engine, and the cache that served it."""
+
+    request: Any
+    cache: PionPrefixCache
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.request.num_prompt_tokens)
+
+    @property
+    def cached(self) -> int:
+        """Tokens of it that were not computed; 0 too where a restored cache was refused."""
+        return int(self.request.cached_tokens)
+
+
+_ASKED: ContextVar[list[Asked] | None] = ContextVar("pion_asked", default=None)
+
+
+def patch_engine(replacements: Replacements) -> None:
+    """Have the requests of the engine collected for the HTTP request they belong to."""
+    original: Callable[..., Awaitable[str]] = vars(ADD_TO_ENGINE.owner())[ADD_TO_ENGINE.name]
+
+    @functools.wraps(original)
+    async def add_request(self: Any, *args: Any, **options: Any) -> str:
+        request_id = await original(self, *args, **options)
+        asked, cache = _ASKED.get(), self.scheduler.memory_aware_cache
+        request = self.scheduler.requests.get(request_id)
+        if asked is not None and request is not None and isinstance(cache, PionPrefixCache):
+            asked.append(Asked(request, cache))
+        return request_id
+
+    replacements.replace(ADD_TO_ENGINE, add_request)
+
+
+class UsageLayer:
+    """The ASGI layer; it goes around the application as its outermost middleware."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(
+        self, scope: MutableMapping[str, Any], receive: Receive, send: Send
+    ) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http" or scope["path"] not in PATHS:
+            await self._app(scope, receive, send)
+            return
+        asked: list[Asked] = []
+        token = _ASKED.set(asked)
+        try:
+            await self._app(scope, receive, _Answer(asked, send).send)
+        finally:
+            _ASKED.reset(token)
+
+
+@dataclass
+class _Answer:
+    """An answer on its way out: its start is held back until its kind is known."""
+
+    asked: list[Asked]
+    forward: Send
+    start: Message | None = None
+    kind: str = ""
+    held: bytes = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = {k.lower(): v for k, v in message["headers"]}
+            self.kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0]
+            if self.kind == "application/json":
+                self.start = message
+                return
+        elif message["type"] == "http.response.body":
+            if self.kind == "application/json":
+                await self._whole(message)
+                return
+            if self.kind == "text/event-stream":
+                message = {**message, "body": self._events(message)}
+        await self.forward(message)
+
+    async def _whole(self, message: Message) -> None:
+        """Hold a JSON body together and send it completed."""
+        self.held += message.get("body", b"")
+        if message.get("more_body", False):
+            return
+        body = completed(self.held, self.asked)
+        if self.start is not None:
+            headers = [(k, v) for k, v in self.start["headers"] if k.lower() != b"content-length"]
+            headers.append((b"content-length", str(len(body)).encode()))
+            await self.forward({**self.start, "headers": headers})
+        await self.forward({"type": "http.response.body", "body": body})
+
+    def _events(self, message: Message) -> bytes:
+        """The whole events of what has come so far, completed."""
+        data = self.held + message.get("body", b"")
+        whole, _, self.held = data.rpartition(b"\n\n")
+        whole += b"\n\n" if whole else b""
+        if not message.get("more_body", False):
+            whole, self.held = whole + self.held, b""
+        if b'"usage"' not in whole:
+            return whole
+        return b"\n".join(self._line(line) for line in whole.split(b"\n"))
+
+    def _line(self, line: bytes) -> bytes:
+        if not line.startswith(b"data: {") or b'"usage"' not in line:
+            return line
+        return b"data: " + completed(line[6:], self.asked)
+
+
+def completed(body: bytes, asked: Sequence[Asked]) -> bytes:
+    """A JSON object with its usage completed; what is none comes back as it is."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return body
+    if not asked or not isinstance(answer, dict):
+        return body
+    tally = Tally.of(asked)
+    inner = answer.get("response")
+    changed = complete_usage(answer.get("usage"), tally)
+    if isinstance(inner, dict):
+        changed = complete_usage(inner.get("usage"), tally) or changed
+    if not changed:
+        return body
+    if "choices" in answer:
+        answer["pion"] = tally.receipt()
+    return json.dumps(answer, ensure_ascii=False).encode()
+
+
+@dataclass(frozen=True)
+class Tally:
+    """Tokens asked and reused over the engine's requests of one HTTP request."""
+
+    prompt: int
+    cached: int
+    lookups: tuple[Lookup, ...] = ()
+    tokens_per_second: float = 0.0
+    tiers: tuple[str, ...] = field(default=())
+
+    @classmethod
+    def of(cls, asked: Sequence[Asked]) -> Tally:
+        """Add up."""
+        lookups = tuple(found for one in asked if (found := lookup_of(one.request)) is not None)
+        return cls(
+            sum(one.prompt for one in asked),
+            sum(one.cached for one in asked),
+            lookups,
+            max(one.cache.prefill_tokens_per_second for one in asked),
+            tuple(sorted({found.tier for found in lookups if found.reused_tokens})),
+        )
+
+    def receipt(self) -> dict[str, Any]:
+        """What was reused, from where, and the time that spared on this machine."""
+        restore_ms = sum(found.restore_ms for found in self.lookups)
+        rate = self.tokens_per_second
+        return {
+            "prompt_tokens": self.prompt,
+            "reused_tokens": self.cached,
+            "computed_tokens": self.prompt - self.cached,
+            "tier": "+".join(self.tiers) if self.cached else "none",
+            "restore_ms": round(restore_ms, 3),
+            "saved_ms": round(self.cached / rate * 1000 - restore_ms, 3) if rate else None,
+            "why": next((found.why for found in self.lookups if found.why), ""),
+        }
+
+
+def complete_usage(usage: Any, tally: Tally) -> bool:
+    """Complete one ``usage`` object in the terms of its API; whether it was one."""
+    if not isinstance(usage, dict):
+        return False
+    if "prompt_tokens" in usage:
+        details = usage.get("prompt_tokens_details") or {}
+        usage["prompt_tokens_details"] = {**details, "cached_tokens": tally.cached}
+    elif "input_tokens_details" in usage:
+        details = usage["input_tokens_details"] or {}
+        usage["input_tokens_details"] = {**details, "cached_tokens": tally.cached}
+    elif "output_tokens" in usage:
+        usage["input_tokens"] = tally.prompt - tally.cached
+        usage["cache_read_input_tokens"] = tally.cached
+    else:
+        return False
+    return True

@@ -1,0 +1,134 @@
+"""Real vllm-mlx engines over tiny models, and the tokens that went through the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.models import VOCABULARY
+
+REPLY_TOKENS = 6
+
+
+def tokenizer() -> Any:
+    """A real fast tokenizer of ``VOCABULARY`` words w0, w1, …; no end-of-text token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"w{index}": index for index in range(VOCABULARY)}
+    plain = Tokenizer(WordLevel(words, unk_token="w0"))
+    plain.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=plain)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answered request: its tokens, and what the engine says was cached."""
+
+    tokens: list[int]
+    cached: int
+    lookup: Any = None
+
+
+@dataclass
+class Engine:
+    """A running EngineCore with its model on a thread of its own, as vllm-mlx runs it."""
+
+    core: Any
+    loop: asyncio.AbstractEventLoop
+    worker: ThreadPoolExecutor
+    forward_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def cache(self) -> Any:
+        """The prefix cache that the scheduler holds."""
+        return self.core.scheduler.memory_aware_cache
+
+    def ask(self, prompt: Sequence[int], count: int = REPLY_TOKENS) -> Reply:
+        """One greedy reply of ``count`` tokens."""
+        return self.loop.run_until_complete(self._ask(list(prompt), count))
+
+    def ask_all(self, prompts: Sequence[Sequence[int]], count: int = REPLY_TOKENS) -> list[Reply]:
+        """Replies to prompts that arrive at once."""
+
+        async def together() -> list[Reply]:
+            return await asyncio.gather(*(self._ask(list(prompt), count) for prompt in prompts))
+
+        return self.loop.run_until_complete(together())
+
+    def computed(self, prompt: Sequence[int], count: int = REPLY_TOKENS) -> tuple[Reply, int]:
+        """A reply, and how many tokens of the prompt went through the model for it."""
+        before = len(self.forward_tokens)
+        reply = self.ask(prompt, count)
+        # Every reply token goes through the model too, before the next is known.
+        return reply, sum(self.forward_tokens[before:]) - count
+
+    async def _ask(self, prompt: list[int], count: int) -> Reply:
+        from vllm_mlx.request import SamplingParams
+
+        params = SamplingParams(max_tokens=count, temperature=0.0, top_p=1.0)
+        request_id = await self.core.add_request(prompt, params)
+        request = self.core.scheduler.requests[request_id]
+        final = None
+        async for output in self.core.stream_outputs(request_id):
+            final = output
+        assert final is not None and final.finish_reason == "length"
+        return Reply(
+            list(final.output_token_ids),
+            request.cached_tokens,
+            vars(request).get("pion_lookup"),
+        )
+
+
+@contextmanager
+def running_engine(make_model: Any, **settings: Any) -> Iterator[Engine]:
+    """An engine over ``make_model()``; ``settings`` go to vllm-mlx's SchedulerConfig."""
+    from vllm_mlx.engine_core import EngineConfig, EngineCore
+    from vllm_mlx.mlx_streams import (
+        bind_generation_streams,
+        restore_generation_streams,
+        snapshot_generation_streams,
+    )
+    from vllm_mlx.scheduler import SchedulerConfig
+
+    streams = snapshot_generation_streams()
+    loop = asyncio.new_event_loop()
+    forward: list[int] = []
+    with ThreadPoolExecutor(1, thread_name_prefix="model") as worker:
+
+        def load() -> Any:
+            bind_generation_streams()
+            return counting(make_model(), forward)
+
+        model = worker.submit(load).result()
+        settings = {"cache_memory_mb": 256, **settings}
+        config = EngineConfig(scheduler_config=SchedulerConfig(**settings), step_interval=0.01)
+        core = EngineCore(model, tokenizer(), config, generation_worker=worker)
+        loop.run_until_complete(core.start())
+        try:
+            yield Engine(core, loop, worker, forward)
+        finally:
+            loop.run_until_complete(core.stop())
+            worker.submit(core.close).result()
+            loop.close()
+            restore_generation_streams(streams)
+
+
+def counting(model: Any, forward: list[int]) -> Any:
+    """The model, noting for every call how many tokens (batch times length) it was given."""
+    kind = type(model)
+
+    class Counting(kind):  # type: ignore[misc, valid-type]
+        def __call__(self, inputs: Any, *args: Any, **options: Any) -> Any:
+            forward.append(int(inputs.size))
+            return kind.__call__(self, inputs, *args, **options)
+
+    Counting.__module__ = kind.__module__
+    model.__class__ = Counting
+    return model
