@@ -126,8 +126,7 @@ class PionPromptCache:
             try:
                 return self._client.look_up(namespace)
             except PionError as error:
-                self._counters.unavailable += 1
-                self._counters.last_miss_reason = f"no store: {error}"
+                self._counters.no_answer(error)
                 return False
 
     def stats(self) -> dict[str, Any]:

@@ -279,9 +279,10 @@ class Engine:
         inproc.PROCESS.owe(request.key, prefilled.elapsed_ms)
 
     def _pay(self, request: Request, cache: list[Any]) -> None:
-        """Stores a prefix of this process that could not be stored when it was prefilled."""
+        """Stores what could not be stored when it was prefilled; else the store is told."""
         elapsed_ms = inproc.PROCESS.owed(request.key)
         if elapsed_ms is None:
+            self._client.note_hit(request.namespace, request.ids.size)
             return
         try:
             probe = self._client.probe(request.namespace, request.ids.size, mapped=False)
@@ -329,8 +330,7 @@ class Engine:
         self._warn("%s", error)
 
     def _unavailable(self, error: PionError) -> None:
-        self._counters.unavailable += 1
-        self._counters.last_miss_reason = f"no store: {error}"
+        self._counters.no_answer(error)
         advice = what_helps(error)
         text = f"{error}; {advice}" if advice else str(error)
         self._warn("no prefix store, prefilling locally: %s", text)

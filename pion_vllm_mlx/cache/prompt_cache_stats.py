@@ -6,6 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from pion_vllm_mlx.cache.store_client_endpoint import what_helps
+from pion_vllm_mlx.errors import CommandError, PionError
+
 NO_LANE = "none"
 
 
@@ -14,8 +17,9 @@ class Counters:
     """What happened so far; ``_ms`` in milliseconds, ``last_…`` of the latest call.
 
     ``lane_failures`` counts lanes that fell to the next one, ``unavailable`` calls that
-    found no usable store, ``damaged`` prefixes that did not verify, ``refused`` caches of
-    a class that cannot be stored, ``store_failures`` stores that did not complete.
+    found no usable store, ``rejected`` calls that the store refused, ``damaged`` prefixes
+    that did not verify, ``refused`` caches of a class that cannot be stored,
+    ``store_failures`` stores that did not complete.
     """
 
     hits: int = 0
@@ -29,6 +33,7 @@ class Counters:
     last_bytes: int = 0
     last_lane: str = NO_LANE
     unavailable: int = 0
+    rejected: int = 0
     damaged: int = 0
     refused: int = 0
     store_failures: int = 0
@@ -42,6 +47,15 @@ class Counters:
         self.lane_hits[lane] += 1
         self.last_lane, self.last_bytes, self.last_miss_reason = lane, num_bytes, None
         self.bytes_fetched += num_bytes
+
+    def no_answer(self, error: PionError) -> None:
+        """The store could not be asked, or refused: one that works may refuse a namespace."""
+        if isinstance(error, CommandError) and not what_helps(error):
+            self.rejected += 1
+            self.last_miss_reason = f"the store refuses: {error}"
+        else:
+            self.unavailable += 1
+            self.last_miss_reason = f"no store: {error}"
 
     def miss(self) -> None:
         self.misses += 1

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, Run
 from pion_vllm_mlx.cache.connection import RespConnection
 from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, nobody_listens
+from pion_vllm_mlx.cache.store_client_notes import HitNotes
 from pion_vllm_mlx.cache.store_client_routes import Routes, named_worker
 from pion_vllm_mlx.errors import CommandError, DamagedData, StoreUnavailable
 
@@ -27,6 +28,9 @@ SLOWEST_BYTES_PER_SECOND = 32 << 20
 """A transfer slower than this counts as no progress, beyond the deadline itself."""
 
 PIPELINE_BYTES = 64 << 20
+
+MAX_NAMESPACE_BYTES = 65_532
+"""The server has no longer ones: the ids of their sessions are three bytes longer."""
 
 T = TypeVar("T")
 
@@ -62,6 +66,7 @@ class StoreClient:
         self.endpoint = endpoint
         self.deadline_seconds = deadline_seconds
         self._routes = Routes(endpoint)
+        self._notes = HitNotes(endpoint.connect)
 
     def probe(self, namespace: str, tokens: int, *, mapped: bool) -> Probe:
         """Existence, completion record and, if wanted, the files: one round trip."""
@@ -82,27 +87,33 @@ class StoreClient:
             mapping = _mapping(replies[2]) if len(replies) > 2 else None
             return Probe(found in ("HIT", b"HIT"), record, mapping)
 
-        found = self._guarded(namespace, ask)
+        found = self.ask(namespace, ask)
         # states are known to their own worker alone
         if found.present and found.record is None and self._routes.moved(namespace):
-            return self._guarded(namespace, ask)
+            return self.ask(namespace, ask)
         return found
+
+    def note_hit(self, namespace: str, tokens: int) -> None:
+        """Lets the server know of a hit that it had no part in; waits for nothing."""
+        address = self.endpoint.address()
+        if address is not None and len(namespace) <= MAX_NAMESPACE_BYTES:
+            self._notes.note(address, namespace, tokens)
 
     def look_up(self, namespace: str) -> bool:
         """Whether both sides of the namespace exist."""
-        reply = self._guarded(namespace, lambda c: c.command("KV.PREFIX.LOOKUP", namespace))
+        reply = self.ask(namespace, lambda c: c.command("KV.PREFIX.LOOKUP", namespace))
         return reply in ("HIT", b"HIT")
 
     def record(self, namespace: str) -> bytes | None:
         """The completion record, without touching the value receipt."""
-        reply = self._guarded(
+        reply = self.ask(
             namespace, lambda c: c.command("SSM.PREFIX.FETCH", namespace, COMPLETION_LAYER)
         )
         return reply if isinstance(reply, bytes) else None
 
     def explain(self, namespace: str) -> str:
         """The server's reason why a lookup hits or misses, one sentence."""
-        reply = self._guarded(namespace, lambda c: c.command("KV.PREFIX.EXPLAIN", namespace))
+        reply = self.ask(namespace, lambda c: c.command("KV.PREFIX.EXPLAIN", namespace))
         try:
             return str(json.loads(reply)["reason"]) if isinstance(reply, bytes) else ""
         except (ValueError, KeyError, TypeError):
@@ -110,7 +121,7 @@ class StoreClient:
 
     def drop(self, namespace: str) -> None:
         """Frees rows, states and record."""
-        self._guarded(namespace, lambda c: c.command("KV.PREFIX.DROP", namespace))
+        self.ask(namespace, lambda c: c.command("KV.PREFIX.DROP", namespace))
 
     def register(self, namespace: str, what: Registration) -> None:
         """Creates both sessions."""
@@ -120,7 +131,7 @@ class StoreClient:
             command += ["LEAVES", what.leaves]
         if what.prefill_ms > 0:
             command += ["PREFILL_MS", what.prefill_ms]
-        self._guarded(namespace, lambda c: c.command(*command))
+        self.ask(namespace, lambda c: c.command(*command))
 
     def create(self, namespace: str, schemas: dict[str, list[str]]) -> None:
         """Creates both sessions by V.CREATE, one spec of its SCHEMA a layer and side."""
@@ -161,13 +172,13 @@ class StoreClient:
         """
         if self.endpoint.local:
             with contextlib.suppress(CommandError):
-                self._guarded(namespace, lambda c: c.command("KV.PREFIX.MAP", namespace))
+                self.ask(namespace, lambda c: c.command("KV.PREFIX.MAP", namespace))
 
     def export(self, namespace: str, end: int, layers: int, heads: int, dim: int) -> str:
         """Path of a file with rows ``[0, end)`` of both sides, as stored."""
         command: list[Any] = ["V.EXPORT", f"{namespace}_pk", f"{namespace}_pv"]
         command += [0, end, layers, heads, dim, "FMT", "STORED"]
-        reply = self._guarded(namespace, lambda c: c.command(*command))
+        reply = self.ask(namespace, lambda c: c.command(*command))
         if not isinstance(reply, bytes):
             raise StoreUnavailable("V.EXPORT answered something else than a path")
         return reply.decode("utf-8", "surrogateescape")
@@ -206,7 +217,24 @@ class StoreClient:
         """How long a call that moves ``num_bytes`` may take."""
         return self.deadline_seconds + num_bytes / SLOWEST_BYTES_PER_SECOND
 
+    def ask(self, namespace: str, call: Callable[[RespConnection], T]) -> T:
+        """What ``call`` returns where the namespace is; once more if that turns out elsewhere.
+
+        Raises StoreUnavailable, and what ``call`` raises.
+        """
+        if len(namespace.encode("utf-8", "surrogateescape")) > MAX_NAMESPACE_BYTES:
+            raise CommandError(f"a namespace has at most {MAX_NAMESPACE_BYTES:,} bytes")
+        try:
+            return self._once(namespace, call)
+        except CommandError as error:
+            if not self._routes.redirect(namespace, error):
+                raise
+        except _WorkerGone:
+            pass
+        return self._once(namespace, call)
+
     def close(self) -> None:
+        self._notes.close()
         self.endpoint.close()
 
     # -- inside ---------------------------------------------------------------
@@ -215,7 +243,7 @@ class StoreClient:
         self, namespace: str, command: Sequence[Any], num_bytes: int
     ) -> list[NDArray[np.uint8] | None]:
         seconds = self.seconds(num_bytes)
-        return self._guarded(namespace, lambda c: c.fetch_into(command, deadline_seconds=seconds))
+        return self.ask(namespace, lambda c: c.fetch_into(command, deadline_seconds=seconds))
 
     def _fetch_blobs(
         self, namespace: str, commands: Sequence[Sequence[Any]], num_bytes: int
@@ -239,18 +267,7 @@ class StoreClient:
             replies = connection.pipeline(commands, deadline_seconds=seconds)
             return [_checked(reply) for reply in replies]
 
-        return self._guarded(namespace, ask)
-
-    def _guarded(self, namespace: str, call: Callable[[RespConnection], T]) -> T:
-        """Runs ``call`` where the namespace is; once more where it turns out to be elsewhere."""
-        try:
-            return self._once(namespace, call)
-        except CommandError as error:
-            if not self._routes.redirect(namespace, error):
-                raise
-        except _WorkerGone:
-            pass
-        return self._once(namespace, call)
+        return self.ask(namespace, ask)
 
     def _once(self, namespace: str, call: Callable[[RespConnection], T]) -> T:
         shared = self.endpoint.door

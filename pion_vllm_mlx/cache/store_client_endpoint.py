@@ -189,7 +189,7 @@ class Endpoint:
         self._ways: dict[int, tuple[Door, RespConnection]] = {}
         self.door = Door(self._ready)
         if place.address is not None:
-            self._connection = self._connect(place.address)
+            self._connection = self.connect(place.address)
 
     @property
     def local(self) -> bool:
@@ -204,14 +204,12 @@ class Endpoint:
             self._embedded = attach(
                 self._place.folder, patience=self._deadline, password=self._password
             )
-            self._connection = self._connect(self._embedded.address)
+            self._connection = self.connect(self._embedded.address)
         return self._connection
 
     def address(self) -> Address | None:
-        """Where the server was reached; None as long as nobody has tried."""
-        if self._known is None or self._connection is None:
-            return None
-        return self._connection.address
+        """Where the server should be; None for an embedded one that is not attached to."""
+        return self._connection.address if self._connection is not None else None
 
     def workers(self) -> int:
         """How many workers the server has; asks it the first time. Raises StoreUnavailable."""
@@ -227,10 +225,19 @@ class Endpoint:
             return known[0]
         if known is not None:
             known[1].close()
-        connection = self._connect(address)
+        connection = self.connect(address)
         door = Door(lambda: connection)
         self._ways[worker] = door, connection
         return door
+
+    def connect(self, address: Address) -> RespConnection:
+        """A connection of its own to an address of this server."""
+        return RespConnection(
+            address,
+            deadline_seconds=self._deadline,
+            password=self._password,
+            silence_seconds=self._deadline,
+        )
 
     def ask_again(self) -> None:
         """What the server said about itself may be over."""
@@ -243,7 +250,7 @@ class Endpoint:
         self._known = None
         if self._connection is not None and self._connection.address != self._place.address:
             self._connection.close()
-            self._connection = self._connect(self._place.address)
+            self._connection = self.connect(self._place.address)
 
     def close(self) -> None:
         for connection in (self._connection, *(way[1] for way in self._ways.values())):
@@ -259,7 +266,7 @@ class Endpoint:
         if self._embedded is not None and not self._embedded.alive():
             if self._connection is not None:
                 self._connection.close()
-            self._connection = self._connect(self._embedded.ensure())
+            self._connection = self.connect(self._embedded.ensure())
         if self._known is None:
             self._known = self._learn(self.connection())
         return self.connection()
@@ -271,9 +278,11 @@ class Endpoint:
         except CommandError:
             return _Known()  # it refuses INFO: the command itself will say why
         socket = fields.get("unix_socket", "")
-        names = ("tcp_port", "affinity_port")
-        ports = [_number(fields, name, 0) for name in names]
-        known = _Known(_number(fields, "workers", 1), *ports)
+        known = _Known(
+            workers=_number(fields, "workers", 1),
+            tcp_port=_number(fields, "tcp_port", 0),
+            own_port=_number(fields, "affinity_port", 0),
+        )
         if connection.address.path is not None:
             known.socket = connection.address.path
         elif socket and is_local(connection.address) and self._move_to(socket, fields):
@@ -284,7 +293,7 @@ class Endpoint:
         """Whether the Unix socket leads to the same server; if so it is used from now on."""
         if not _is_own_socket(path):
             return False
-        other = self._connect(Address(path=path))
+        other = self.connect(Address(path=path))
         try:
             # The same process must answer: a forwarded port leads to another host.
             same = _server_info(other).get("process_id") == known.get("process_id")
@@ -307,14 +316,6 @@ class Endpoint:
         if shared.path is not None or port == known.own_port:
             port = known.tcp_port
         return Address(shared.host, port + AFFINITY_OFFSET + worker)
-
-    def _connect(self, address: Address) -> RespConnection:
-        return RespConnection(
-            address,
-            deadline_seconds=self._deadline,
-            password=self._password,
-            silence_seconds=self._deadline,
-        )
 
 
 def _server_info(connection: RespConnection) -> dict[str, str]:

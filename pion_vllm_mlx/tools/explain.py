@@ -29,7 +29,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="as JSON")
     options = parser.parse_args(arguments)
     with store(options, start=False) as access:
-        found = explanation(access.endpoint.connection(), options.namespace)
+        name = options.namespace
+        found = access.client.ask(name, lambda connection: explanation(connection, name))
     if options.json:
         print(json.dumps(found))
     else:

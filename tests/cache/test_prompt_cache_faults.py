@@ -483,6 +483,43 @@ def test_a_server_killed_anywhere_in_a_store_never_has_an_unfinished_prefix(
     assert hits[0] == 0 and hits[-1] == 1 and hits == sorted(hits)
 
 
+def test_a_namespace_that_is_too_long_is_refused_and_the_store_is_not_called_absent(
+    store: RunningServer, model: Any, wanted: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PION_PROMPT_CACHE_NO_INPROC")
+    for name in ("n" * 65_533, "\u00fc" * 32_767):
+        with PionPromptCache(model, port=store.port) as pion:
+            for _ in range(2):
+                assert_served(pion, model, name, wanted)
+            stats = pion.stats()
+            assert (stats["rejected"], stats["unavailable"], stats["misses"]) == (1, 0, 1)
+            assert not pion.lookup(name)
+            assert "65,532 bytes" in str(pion.last_miss_reason)
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
+    with PionPromptCache(model, port=store.port) as pion:
+        for hits in range(2):
+            assert_served(pion, model, "n" * 65_532, wanted)
+            assert pion.hits == hits
+
+
+def test_a_refusal_of_a_name_is_no_absent_store(
+    tmp_path: Path, model: Any, wanted: list[bytes]
+) -> None:
+    folder = tmp_path / "prefixed"
+    folder.mkdir(mode=0o700)
+    server = RunningServer(free_port_block(), folder, ("--ns-prefix", "mine-")).start()
+    try:
+        with PionPromptCache(model, port=server.port) as pion:
+            assert_served(pion, model, "theirs", wanted)
+            assert "must start with required prefix" in str(pion.last_miss_reason)
+            assert_served(pion, model, "mine-1", wanted)
+            assert_served(pion, model, "mine-1", wanted)
+            stats = pion.stats()
+            assert (stats["rejected"], stats["unavailable"], pion.hits) == (1, 0, 1)
+    finally:
+        server.stop()
+
+
 def test_a_wrong_password_is_a_miss(tmp_path: Path, model: Any, wanted: list[bytes]) -> None:
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o700)
