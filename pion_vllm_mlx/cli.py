@@ -39,6 +39,9 @@ class Command:
 COMMANDS: dict[str, Command] = {
     "server": Command("pion_vllm_mlx.server.main", "run the server (pion-server is the same)"),
     "demo": Command("pion_vllm_mlx.demo.run", "see a prefix reused by other processes", "demo"),
+    "serve": Command(
+        "pion_vllm_mlx.serve.main", "OpenAI and Anthropic endpoints over a local model", "serve"
+    ),
     "stats": Command("pion_vllm_mlx.tools.stats", "what a running server did and holds"),
     "explain": Command("pion_vllm_mlx.tools.explain", "why a namespace is a hit or a miss"),
     "doctor": Command("pion_vllm_mlx.tools.doctor", "check a data folder, changing nothing"),

@@ -57,10 +57,12 @@ class EngineLink:
     lifeline_fd: int | None = None
     key: str = field(default="", repr=False)
     tenant: str = ""
+    log_level: str = "INFO"
 
 
 def add_link_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--ready-fd`` and ``--lifeline-fd``, which people do not type."""
+    """Add ``--ready-fd``, ``--lifeline-fd`` and ``--log-level``, which the front always gives."""
+    parser.add_argument("--log-level", type=str.upper, default="INFO", help=argparse.SUPPRESS)
     parser.add_argument("--ready-fd", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--lifeline-fd", type=int, default=None, help=argparse.SUPPRESS)
 
@@ -68,7 +70,9 @@ def add_link_flags(parser: argparse.ArgumentParser) -> None:
 def engine_link(options: argparse.Namespace) -> EngineLink:
     """The link that parsed flags and the environment describe."""
     secrets = config.EngineEnvironment.from_environment()
-    return EngineLink(options.ready_fd, options.lifeline_fd, secrets.key, secrets.tenant)
+    return EngineLink(
+        options.ready_fd, options.lifeline_fd, secrets.key, secrets.tenant, options.log_level
+    )
 
 
 def take_link(arguments: Sequence[str]) -> tuple[EngineLink, list[str]]:

@@ -1,0 +1,257 @@
+"""The endpoints: which request goes where, and which reply tells what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pion_vllm_mlx.serve import anthropic_request, chat_request, responses_request
+from pion_vllm_mlx.serve.anthropic_reply import AnthropicReply
+from pion_vllm_mlx.serve.api_errors import ApiError, bad_request
+from pion_vllm_mlx.serve.chat_reply import ChatReply, CompletionReply
+from pion_vllm_mlx.serve.checks import Json
+from pion_vllm_mlx.serve.engine_client import Answer, EngineClient
+from pion_vllm_mlx.serve.exchange import Exchange, error_response, unless_disconnected
+from pion_vllm_mlx.serve.front_metrics import (
+    CONTENT_TYPE,
+    FrontMetrics,
+    RequestRecord,
+    numbers_of,
+)
+from pion_vllm_mlx.serve.gate import RECORD, Door, Gate, shape_of
+from pion_vllm_mlx.serve.reply import Reply
+from pion_vllm_mlx.serve.request_body import read_object
+from pion_vllm_mlx.serve.responses_reply import ResponsesReply
+from pion_vllm_mlx.serve.supervisor import Supervisor
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+EXPLAIN = "/v1/pion/explain"
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
+_STATS_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Front:
+    """The endpoints over one supervised engine; ``normalize``: see ``normalize``."""
+
+    supervisor: Supervisor
+    normalize: bool = True
+    metrics: FrontMetrics = field(default_factory=FrontMetrics)
+
+    async def chat(self, request: Request) -> ASGIApp:
+        """``/v1/chat/completions``."""
+        body = await read_object(request)
+        sent = chat_request.chat_body(body, normalize=self.normalize)
+        model = chat_request.requested_model(body)
+        reply = ChatReply(model, chat_request.wants_usage(body))
+        return self._exchange(request, CHAT, sent, reply, body)
+
+    async def completions(self, request: Request) -> ASGIApp:
+        """``/v1/completions``."""
+        body = await read_object(request)
+        sent = chat_request.completion_body(body)
+        model = chat_request.requested_model(body)
+        reply = CompletionReply(model, chat_request.wants_usage(body))
+        return self._exchange(request, COMPLETIONS, sent, reply, body)
+
+    async def messages(self, request: Request) -> ASGIApp:
+        """``/v1/messages``."""
+        body = await read_object(request)
+        sent = anthropic_request.chat_body(body, normalize=self.normalize)
+        reply = AnthropicReply(chat_request.requested_model(body))
+        return self._exchange(request, CHAT, sent, reply, body)
+
+    async def count_tokens(self, request: Request) -> ASGIApp:
+        """``/v1/messages/count_tokens``."""
+        body = await read_object(request)
+        sent = anthropic_request.chat_body(body, normalize=self.normalize, counting=True)
+        return self._forward("POST", "/v1/pion/count_tokens", sent)
+
+    async def responses(self, request: Request) -> ASGIApp:
+        """``/v1/responses``."""
+        body = await read_object(request)
+        sent = responses_request.chat_body(body, normalize=self.normalize)
+        reply = ResponsesReply(chat_request.requested_model(body), body)
+        return self._exchange(request, CHAT, sent, reply, body)
+
+    async def explain(self, request: Request) -> ASGIApp:
+        """``/v1/pion/explain``: ``?api=`` says whose body it is; an empty one: the last miss."""
+        body = await read_object(request) if request.method == "POST" else {}
+        sent = self._chat_form(body, request.query_params.get("api", "chat")) if body else {}
+        return self._forward("POST", EXPLAIN, sent)
+
+    async def models(self, request: Request) -> ASGIApp:
+        """``/v1/models``."""
+        name = request.path_params.get("name")
+        return self._forward("GET", f"/v1/models/{quote(name)}" if name else "/v1/models")
+
+    async def stats(self, request: Request) -> ASGIApp:
+        """``/v1/pion/stats``; an engine that was unloaded is not loaded to be asked."""
+        if self.supervisor.unload_after is not None and self.supervisor.client is None:
+            return JSONResponse({"pion": "unloaded"})
+        return self._forward("GET", "/v1/pion/stats")
+
+    async def supervisor_status(self, request: Request) -> ASGIApp:
+        """``/v1/pion/supervisor``, in supervisor mode."""
+        if self.supervisor.unload_after is None:
+            raise ApiError(404, "only with --unload-after")
+        return JSONResponse(self.supervisor.status())
+
+    async def health(self, request: Request) -> ASGIApp:
+        """``/health``: an engine that was unloaded is well; one that died is on its way up."""
+        _record(request).endpoint = "probe"
+        client = self.supervisor.client
+        if client is None:
+            if self.supervisor.unload_after is not None and not self.supervisor.starting:
+                return JSONResponse({"status": "ok", "engine": "unloaded"})
+            self.supervisor.wake()
+            return JSONResponse({"status": "unavailable", "engine": "starting"}, 503)
+        answer = await client.get("/health")
+        return Response(answer.body, answer.status, media_type="application/json")
+
+    async def show_metrics(self, request: Request) -> ASGIApp:
+        """``/metrics``: the engine's numbers are left out where it does not answer soon."""
+        _record(request).endpoint = "probe"
+        counters = self.supervisor.counters
+        numbers = {
+            "loaded": float(self.supervisor.client is not None),
+            "loads": float(counters.loads),
+            "unloads": float(counters.unloads),
+            "deaths": float(counters.deaths),
+        }
+        if self.supervisor.client is not None:
+            with contextlib.suppress(ApiError, asyncio.TimeoutError):
+                asked = self.supervisor.client.get("/v1/pion/stats")
+                numbers |= numbers_of((await asyncio.wait_for(asked, _STATS_SECONDS)).json())
+        return Response(self.metrics.render(numbers), media_type=CONTENT_TYPE)
+
+    def _chat_form(self, body: Json, api: str) -> Json:
+        if api == "messages":
+            return anthropic_request.chat_body(body, normalize=self.normalize, counting=True)
+        if api == "responses":
+            return responses_request.chat_body(body, normalize=self.normalize)
+        if api != "chat":
+            raise bad_request("api must be chat, messages or responses")
+        return chat_request.chat_body(body, normalize=self.normalize)
+
+    def _exchange(
+        self, request: Request, path: str, sent: Json, reply: Reply, body: Json
+    ) -> ASGIApp:
+        stream = body.get("stream") is True
+        if not stream and body.get("logprobs") and isinstance(reply, ChatReply | CompletionReply):
+            # Only an answer that does not stream has them.
+            return self._forward("POST", path, sent)
+        return Exchange(self.supervisor, path, sent, reply, stream, _record(request))
+
+    def _forward(self, method: str, path: str, body: Json | None = None) -> ASGIApp:
+        return _Forwarded(self.supervisor, method, path, body or {})
+
+
+@dataclass(frozen=True)
+class _Forwarded:
+    """An ASGI application that passes one request on and its whole answer back."""
+
+    supervisor: Supervisor
+    method: str
+    path: str
+    body: Json
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_disconnected(receive, self._run(scope, receive, send))
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with self.supervisor.lease() as engine:
+                asked = engine.get(self.path) if self.method == "GET" else self._post(engine)
+                answered: Response = JSONResponse((await asked).json())
+        except ApiError as error:
+            scope[RECORD].note = error.message
+            answered = error_response(error, shape_of(scope["path"]))
+        await answered(scope, receive, send)
+
+    def _post(self, engine: EngineClient) -> Coroutine[Any, Any, Answer]:
+        return engine.post(self.path, self.body)
+
+
+def build(front: Front, door: Door) -> Gate:
+    """The whole application, behind its gate."""
+    app = Starlette(
+        routes=_routes(front),
+        exception_handlers={
+            ApiError: _refused,
+            HTTPException: _not_found,
+            Exception: _failed,
+        },
+    )
+    return Gate(app, door, front.metrics)
+
+
+def _routes(front: Front) -> list[Route]:
+    posts = {
+        CHAT: front.chat,
+        "/chat/completions": front.chat,
+        COMPLETIONS: front.completions,
+        "/v1/messages": front.messages,
+        "/v1/messages/count_tokens": front.count_tokens,
+        "/v1/responses": front.responses,
+        "/responses": front.responses,
+    }
+    gets = {
+        "/v1/models": front.models,
+        "/v1/models/{name:path}": front.models,
+        "/health": front.health,
+        "/metrics": front.show_metrics,
+        "/v1/pion/stats": front.stats,
+        "/v1/pion/supervisor": front.supervisor_status,
+    }
+    return [
+        *(Route(path, _named(path, call), methods=["POST"]) for path, call in posts.items()),
+        *(Route(path, _named(path, call), methods=["GET"]) for path, call in gets.items()),
+        Route(EXPLAIN, _named(EXPLAIN, front.explain), methods=["GET", "POST"]),
+    ]
+
+
+def _named(path: str, call: Endpoint) -> Endpoint:
+    """``call``, whose requests are counted under ``path``."""
+    name = path.partition("/{")[0]
+
+    async def endpoint(request: Request) -> ASGIApp:
+        _record(request).endpoint = name
+        return await call(request)
+
+    return endpoint
+
+
+def _record(request: Request) -> RequestRecord:
+    record: RequestRecord = request.scope[RECORD]
+    return record
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    _record(request).note = error.message
+    return error_response(error, shape_of(request.url.path))
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return error_response(ApiError(error.status_code, message), shape_of(request.url.path))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """A bug: its traceback is in the log."""
+    failure = ApiError(500, f"internal error: {type(error).__name__}")
+    return error_response(failure, shape_of(request.url.path))

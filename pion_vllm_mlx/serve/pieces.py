@@ -1,0 +1,146 @@
+"""What a stream of chat chunks says, piece by piece: text, reasoning, whole tool calls, the end.
+
+The two engines say it differently (``reasoning`` or ``reasoning_content``; tool calls whole or
+in parts; usage in a chunk of its own or in the last one).  ``ChatReader`` knows that, so that
+the translators of the APIs need not.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A part of the reply."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """A part of the model's thinking."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A whole call; ``arguments`` is the JSON of an object."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+Piece = Text | Reasoning | ToolCall
+
+
+@dataclass
+class Outcome:
+    """How a reply ended and what it took; token counts are the engine's."""
+
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    receipt: Json | None = None
+
+    def chat_usage(self) -> Json:
+        """As chat completions report it."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+@dataclass
+class _PartialCall:
+    call_id: str = ""
+    name: str = ""
+    arguments: list[str] = field(default_factory=list)
+
+    def whole(self) -> ToolCall:
+        call_id = self.call_id or f"call_{uuid.uuid4().hex[:24]}"
+        return ToolCall(call_id, self.name, object_json("".join(self.arguments)))
+
+
+class ChatReader:
+    """Reads the chunks of one choice; ``outcome`` fills as they come."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome()
+        self._calls: dict[int, _PartialCall] = {}
+
+    def feed(self, chunk: Json) -> Iterator[Piece]:
+        """The pieces of one chunk, in order; a tool call comes once something follows it."""
+        self._count(chunk)
+        for choice in (chunk.get("choices") or [])[:1]:
+            delta = choice.get("delta") or choice.get("message") or {}
+            thought = delta.get("reasoning") or delta.get("reasoning_content")
+            said = delta.get("content") or choice.get("text")
+            if thought or said:
+                yield from self.flush()
+            if thought:
+                yield Reasoning(thought)
+            if said:
+                yield Text(said)
+            yield from self._tool_parts(delta.get("tool_calls") or [])
+            if choice.get("finish_reason") is not None:
+                self.outcome.finish_reason = choice["finish_reason"]
+
+    def flush(self) -> Iterator[ToolCall]:
+        """The tool calls that were being put together; to be called at the end, too."""
+        calls, self._calls = self._calls, {}
+        yield from (call.whole() for call in calls.values() if call.name)
+
+    def _tool_parts(self, parts: list[Json]) -> Iterator[ToolCall]:
+        for part in parts:
+            index = part.get("index")
+            known = self._calls.get(index) if index is not None else None
+            if known is None:
+                # A new index: what came before is complete.
+                yield from self.flush()
+                key = index if index is not None else len(self._calls)
+                known = self._calls[key] = _PartialCall()
+            function = part.get("function") or {}
+            known.call_id = known.call_id or part.get("id") or ""
+            known.name = known.name or function.get("name") or ""
+            arguments = function.get("arguments")
+            if arguments is not None:
+                known.arguments.append(
+                    arguments if isinstance(arguments, str) else json.dumps(arguments)
+                )
+
+    def _count(self, chunk: Json) -> None:
+        usage = chunk.get("usage")
+        if usage:
+            details = usage.get("prompt_tokens_details") or {}
+            self.outcome.prompt_tokens = usage.get("prompt_tokens") or 0
+            self.outcome.completion_tokens = usage.get("completion_tokens") or 0
+            self.outcome.cached_tokens = details.get("cached_tokens") or 0
+        if isinstance(chunk.get("pion"), dict):
+            self.outcome.receipt = chunk["pion"]
+
+
+def object_json(arguments: str) -> str:
+    """``arguments`` as the JSON of an object.
+
+    A model may write anything; an API's client parses it as an object, so what is none is put
+    into one, under ``input``.
+    """
+    if not arguments.strip():
+        return "{}"
+    try:
+        value = json.loads(arguments)
+    except (ValueError, RecursionError):
+        value = arguments
+    return arguments if isinstance(value, dict) else json.dumps({"input": value})
