@@ -174,7 +174,6 @@ async def serve(config: ServerConfig, open_doors: OpenDoors, directory: Director
         keyspace=keyspace,
         directory=directory,
     )
-    store.on_change = server.sessions_changed
     listeners = await open_doors(server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

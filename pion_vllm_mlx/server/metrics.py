@@ -90,11 +90,12 @@ def _process(server: Server) -> Iterator[Sample]:
 
 def _store(server: Server) -> Iterator[Sample]:
     store, state = server.store, server.store.state
-    rows = sum(session.row_bytes() for session in state.sessions.values())
     wal = store.vstore_wal.size + store.ssm_wal.size
     yield Sample("sessions", "gauge", len(state.sessions), "Sessions: one a side of a prefix.")
     yield Sample("sessions_limit", "gauge", store.config.max_sessions, "How many are kept.")
-    yield Sample("row_bytes", "gauge", rows, "Rows in their storage formats.")
+    yield Sample(
+        "row_bytes", "gauge", server.totals.sums().row_bytes, "Rows in their storage formats."
+    )
     yield Sample("disk_bytes", "gauge", store.space.disk_bytes(), "Bytes on disk, holes apart.")
     yield Sample("disk_budget_bytes", "gauge", store.config.disk_budget, "Its limit; 0: none.")
     yield Sample("wal_bytes", "gauge", wal, "Logs of rows and states since the last save.")

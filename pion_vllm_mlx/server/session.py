@@ -25,6 +25,7 @@ from pion_vllm_mlx.server.shares import Shares
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
+from pion_vllm_mlx.server.store.totals import Totals
 from pion_vllm_mlx.server.tenants import ADMIN_NAME, Tenant, shown_name
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ class Server:
 
     def __post_init__(self) -> None:
         self.memory_limit = MemoryLimit(self.config.maxmemory)
+        self.totals = Totals(self.store.state)
+        self.store.on_change = self.sessions_changed
         tenants = self.config.tenants
         self.shares = Shares(tenants, self.store, self.keyspace, self.memory) if tenants else None
 
@@ -166,6 +169,7 @@ class Server:
         A reported prefill time goes with its namespace.
         """
         changed = set(sids)
+        self.totals.changed(changed)
         for key in [key for key in self.exports if changed & set(key[:2])]:
             self.exports.pop(key).path.unlink(missing_ok=True)
         for sid in changed - self.store.state.sessions.keys():

@@ -201,19 +201,14 @@ def kv_prefix_drop(context: Context, args: list[Arg]) -> Effect:
 @command("KV.PREFIX.INFO", 1, "The V-store in numbers.", kvcache=True)
 def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
     store, state = context.store, context.state
-    namespaces = state.namespaces()
-    published = context.server.directory.count()
-    tokens = 0
-    for namespace in namespaces:
-        first = state.sessions[namespace + KEY_SUFFIX].layers.get(0)
-        tokens += first.count if first else 0
+    published, sums = context.server.directory.count(), context.server.totals.sums()
     fields = {
-        "registered_prefixes": len(namespaces),
-        "total_prefix_tokens": tokens,
+        "registered_prefixes": sums.prefixes,
+        "total_prefix_tokens": sums.prefix_tokens,
         "vstore_sessions": len(state.sessions),
         "vstore_max_sessions": store.config.max_sessions,
         "vstore_total_fetches": store.counters.fetches,
-        "vstore_bytes": sum(session.row_bytes() for session in state.sessions.values()),
+        "vstore_bytes": sums.row_bytes,
         "vstore_disk_bytes": store.space.disk_bytes(),
         "vstore_copied_bytes": store.counters.bytes_copied,
         "vstore_evictions": store.space.evictions,

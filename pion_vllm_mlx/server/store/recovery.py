@@ -20,7 +20,7 @@ from pion_vllm_mlx.errors import CommandError, DamagedData
 from pion_vllm_mlx.server.store import eviction, framing, records, snapshot
 from pion_vllm_mlx.server.store.files import TEMPORARY, FileHandle, set_aside
 from pion_vllm_mlx.server.store.index import InSegment, Place
-from pion_vllm_mlx.server.store.segments import SegmentFolder
+from pion_vllm_mlx.server.store.segments import SUFFIX, SegmentFolder
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.wal import Inline, Logged, Wal
 
@@ -226,14 +226,14 @@ class Recovery:
     def _unreadable(self) -> set[bytes]:
         """Sessions and states whose segment is gone or too short. Reads no rows."""
         sizes = {
-            name: segment.path.stat().st_size if segment.path.exists() else -1
-            for name, segment in self.folder.segments.items()
+            entry.name.removesuffix(SUFFIX): entry.stat().st_size
+            for entry in os.scandir(self.folder.path)
         }
 
         def reaches(place: Place, length: int) -> bool:
             if not isinstance(place, InSegment):
                 return True
-            return place.offset + length <= sizes[place.segment.name]
+            return place.offset + length <= sizes.get(place.segment.name, -1)
 
         found = set()
         for session in self.state.sessions.values():

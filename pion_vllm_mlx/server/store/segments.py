@@ -245,6 +245,9 @@ class SegmentFolder:
     files: OpenFiles = field(default_factory=OpenFiles)
     open_of: dict[bytes, Segment] = field(default_factory=dict)
     _of_group: dict[bytes, dict[str, Segment]] = field(default_factory=dict)
+    _growing: dict[str, Segment] = field(default_factory=dict)
+    _sealed_bytes: dict[str, int] = field(default_factory=dict)
+    _sealed_total: int = 0
 
     def __post_init__(self) -> None:
         if not self.path.exists():
@@ -256,6 +259,23 @@ class SegmentFolder:
         self._leave(segment)
         segment.group = group
         self._of_group.setdefault(group, {})[segment.name] = segment
+
+    def _enter(self, segment: Segment, group: bytes) -> None:
+        self.segments[segment.name] = self._growing[segment.name] = segment
+        self._join(segment, group)
+
+    def disk_bytes(self) -> int:
+        """Bytes that the files occupy; holes do not count. A sealed file is looked at once."""
+        growing = 0
+        for segment in list(self._growing.values()):
+            occupied = segment.disk_bytes()
+            if segment.sealed:
+                del self._growing[segment.name]
+                self._sealed_bytes[segment.name] = occupied
+                self._sealed_total += occupied
+            else:
+                growing += occupied
+        return self._sealed_total + growing
 
     def _leave(self, segment: Segment) -> None:
         mates = self._of_group.get(segment.group, {})
@@ -284,8 +304,7 @@ class SegmentFolder:
         file = FileHandle(self.path / (name + SUFFIX), os.O_RDWR | os.O_CREAT | os.O_EXCL)
         self.files.add(file)
         segment = Segment(name, group, file.path, self.files, data_start, data_start)
-        self.segments[name] = segment
-        self._join(segment, group)
+        self._enter(segment, group)
         segment.closed = True
         return segment
 
@@ -312,8 +331,7 @@ class SegmentFolder:
             path = self.path / (name + SUFFIX)
             segment = Segment(name, group, path, self.files, HEADER_RESERVE, 0, closed=True)
             segment.flushed = True
-            self.segments[name] = segment
-            self._join(segment, group)
+            self._enter(segment, group)
         if group and not segment.group:
             self._join(segment, group)
         return segment
@@ -346,6 +364,8 @@ class SegmentFolder:
     def unlink(self, segment: Segment) -> None:
         """Remove a file that holds nothing live; whoever has it open can go on reading."""
         self.segments.pop(segment.name, None)
+        self._growing.pop(segment.name, None)
+        self._sealed_total -= self._sealed_bytes.pop(segment.name, 0)
         self._leave(segment)
         if self.open_of.get(segment.group) is segment:
             del self.open_of[segment.group]

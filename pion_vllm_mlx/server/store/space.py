@@ -46,7 +46,7 @@ class Space:
 
     def disk_bytes(self) -> int:
         """Bytes of the segment files on disk."""
-        return sum(segment.disk_bytes() for segment in self.segments.segments.values())
+        return self.segments.disk_bytes()
 
     # -- eviction --------------------------------------------------------------
 
