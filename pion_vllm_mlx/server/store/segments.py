@@ -91,7 +91,9 @@ class Segment:
     @property
     def file(self) -> FileHandle:
         """The file, open. Whoever uses its descriptor holds the handle meanwhile."""
-        return self._unlinked or self.files.get(self.path)
+        handle = self._unlinked or self.files.get(self.path)
+        # a thread that asks for a file while it is unlinked finds none: its handle was kept first
+        return handle if handle.fd >= 0 else self._unlinked or handle
 
     def groups(self) -> tuple[bytes, ...]:
         """Its own group, and the others of which something lives here."""
