@@ -307,7 +307,7 @@ class Client:
 
     def _read(self, wire: Wire, prefix: Prefix) -> None:
         (seen,) = look(wire, [prefix])
-        self._compare(prefix, seen, [prefix.content])
+        self._compare(prefix, seen, [prefix.content], going=True)
 
     # -- after a kill ----------------------------------------------------------
 
@@ -334,10 +334,12 @@ class Client:
         self.keys.values, self.keys.possible = values, []
         self.sending = None
 
-    def _compare(self, prefix: Prefix, seen: Seen, wanted: Sequence[Content]) -> None:
+    def _compare(
+        self, prefix: Prefix, seen: Seen, wanted: Sequence[Content], going: bool = False
+    ) -> None:
         found = seen.content
         gone = self._may_be_gone(prefix)
-        if not any(agrees(found, content, gone) for content in wanted):
+        if not any(agrees(found, content, gone, going) for content in wanted):
             raise AssertionError(
                 f"{prefix.name} (pressure {self.pressure}, pinned {prefix.pinned}, "
                 f"until {prefix.until}) has {found.outline()} instead of "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,18 +87,18 @@ class Content:
         return f"rows {rows} states {states}"
 
 
-def agrees(found: Content, wanted: Content, may_be_gone: bool) -> bool:
+def agrees(found: Content, wanted: Content, may_be_gone: bool, going: bool = False) -> bool:
     """Whether what was found is what is wanted.
 
     What was evicted or has expired may be gone: all states, the completion record among them,
     and then at least a side. What is left of it is right, too. A kill in between leaves rows
-    that cannot be a hit.
+    that cannot be a hit; ``going``: it may have gone while it was read.
     """
     if found == wanted:
         return True
     if not may_be_gone:
         return False
-    if wanted.whole() and found.whole():
+    if wanted.whole() and found.whole() and not going:
         return found.rows == wanted.rows and not found.states
     rows = all(wanted.rows.get(sid) == layers for sid, layers in found.rows.items())
     return rows and all(wanted.states.get(key) == blob for key, blob in found.states.items())
@@ -145,28 +145,32 @@ class Seen:
 
 
 def look(wire: Wire, prefixes: Sequence[Prefix]) -> list[Seen]:
-    """All that the server has of some prefixes, in two round trips."""
+    """All that the server has of some prefixes, in two round trips.
+
+    Completion records are read last: what one speaks of was there before.
+    """
     asked: list[Words] = []
     for prefix in prefixes:
         asked.append(("KV.PREFIX.LOOKUP", prefix.name))
         asked += [("V.INFO", prefix.name + side) for side in SIDES]
-        asked += [("SSM.PREFIX.FETCH", *place) for place in _state_places(prefix)]
+        asked += [("SSM.PREFIX.FETCH", sid, layer) for sid in prefix.sids for layer in (0, 1)]
     answers = iter(wire.together(*asked))
-    verdicts, states, counts = [], [], []
+    hits, counts, states = [], [], []
     for prefix in prefixes:
-        verdicts.append(next(answers) == "HIT")
+        hits.append(next(answers) == "HIT")
         counts.append({prefix.name + side: _layers(next(answers)) for side in SIDES})
-        blobs = {place: next(answers) for place in _state_places(prefix)}
-        states.append({place: blob for place, blob in blobs.items() if blob is not None})
-    rows = _rows(wire, counts)
-    return [
-        Seen(Content(shown, blobs), hit)
-        for shown, blobs, hit in zip(rows, states, verdicts, strict=True)
-    ]
+        states.append({(sid, layer): next(answers) for sid in prefix.sids for layer in (0, 1)})
+    asked = [words for sessions in counts for words in _fetches(sessions)]
+    asked += [("SSM.PREFIX.FETCH", prefix.name, COMPLETION_LAYER) for prefix in prefixes]
+    answers = iter(wire.together(*asked))
+    rows = [_rows(answers, sessions) for sessions in counts]
+    for prefix, blobs in zip(prefixes, states, strict=True):
+        blobs[prefix.name, COMPLETION_LAYER] = next(answers)
+    there = [{k: blob for k, blob in blobs.items() if blob is not None} for blobs in states]
+    return [Seen(Content(*both), hit) for *both, hit in zip(rows, there, hits, strict=True)]
 
 
-def _state_places(prefix: Prefix) -> list[tuple[str, int]]:
-    return [(sid, layer) for sid in prefix.sids for layer in (0, 1, COMPLETION_LAYER)]
+_Counts = Mapping[str, "dict[int, int] | None"]
 
 
 def _layers(info: Any) -> dict[int, int] | None:
@@ -178,27 +182,23 @@ def _layers(info: Any) -> dict[int, int] | None:
     return {int(name.split("_")[1]): int(count) for name, count in lines if "_tokens" in name}
 
 
-def _rows(
-    wire: Wire, counts: Sequence[Mapping[str, dict[int, int] | None]]
-) -> list[dict[str, dict[int, bytes]]]:
-    """The rows of every layer; a session that goes meanwhile is gone."""
+def _fetches(sessions: _Counts) -> list[Words]:
+    """The commands that fetch the rows of every layer."""
     form = ("FMT", "STORED", "LAYOUT", "NHD")
-    asked = [
+    return [
         ("V.FETCH", sid, layer, "RANGE", 0, count, *form)
-        for sessions in counts
         for sid, layers in sessions.items()
         for layer, count in (layers or {}).items()
     ]
-    answers = iter(wire.together(*asked))
-    found: list[dict[str, dict[int, bytes]]] = []
-    for sessions in counts:
-        found.append({})
-        for sid, layers in sessions.items():
-            if layers is None:
-                continue
-            data = {layer: next(answers) for layer in layers}
-            refusals = [answer for answer in data.values() if isinstance(answer, Refusal)]
-            assert all("session not found" in refusal for refusal in refusals), refusals
-            if not refusals:
-                found[-1][sid] = data
+
+
+def _rows(answers: Iterator[Any], sessions: _Counts) -> dict[str, dict[int, bytes]]:
+    """Their answers; a session that went meanwhile is gone."""
+    found: dict[str, dict[int, bytes]] = {}
+    for sid, layers in sessions.items():
+        data = {layer: next(answers) for layer in layers or ()}
+        refusals = [answer for answer in data.values() if isinstance(answer, Refusal)]
+        assert all("session not found" in refusal for refusal in refusals), refusals
+        if layers is not None and not refusals:
+            found[sid] = data
     return found
