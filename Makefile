@@ -1,4 +1,5 @@
-# make demo | make test | make lint | make docs | make test-mlx-lm-0.31 | make clean
+# make demo | make test | make lint | make docs | make test-mlx-lm-0.31 | make kill-loop |
+# make clean
 # Each makes the virtual environment it needs; nothing outside this folder is changed.
 
 # The first interpreter that is new enough: on a Mac plain python3 may be too old.
@@ -18,7 +19,7 @@ RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS),)
 ARGS ?=
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
-.PHONY: demo test lint pytest docs test-mlx-lm-0.31 clean
+.PHONY: demo test lint pytest kill-loop docs test-mlx-lm-0.31 clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -32,6 +33,10 @@ lint: $(VENV)/.dev
 
 pytest: $(VENV)/.dev
 	$(RUN) $(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS)
+
+# A server and workers killed 200 times each, under load: some minutes.
+kill-loop: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -q -s --kills 200 tests/recovery/test_kill_loop.py $(ARGS)
 
 # The manual of the commands, from their table.
 docs: $(VENV)/.dev

@@ -43,6 +43,23 @@ def _is_free(port: int) -> bool:
     return True
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="run randomized tests for minutes")
+    parser.addoption("--kills", type=int, default=0, help="kills of each kill loop (0: few)")
+
+
+@pytest.fixture
+def long_run(request: pytest.FixtureRequest) -> bool:
+    """Whether a randomized test may take minutes, and need not repeat itself."""
+    return bool(request.config.getoption("--long"))
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> int:
+    """How often a kill loop kills its server; 0: as often as fits among other tests."""
+    return int(request.config.getoption("--kills"))
+
+
 @dataclass
 class RunningServer:
     """A ``pion-server`` process of one test, its data in ``dir``."""
