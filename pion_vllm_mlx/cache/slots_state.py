@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -32,21 +33,46 @@ def storable_dtype(dtype: mx.Dtype) -> bool:
     return dtype in _NAMES
 
 
+@dataclass(frozen=True)
+class StatePart:
+    """One array of a recurrent slot as bytes; ``dtype`` is safetensors' name."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
 def encode_state(class_name: str, arrays: Sequence[mx.array | None]) -> bytes:
     """The byte string of one recurrent slot. Evaluates the arrays."""
-    header: dict[str, Any] = {"__metadata__": {"meta": f"type={class_name}|narr={len(arrays)}"}}
+    parts = [
+        None
+        if array is None
+        else StatePart(state_dtype(array.dtype), tuple(array.shape), _bytes_of(array))
+        for array in arrays
+    ]
+    return encode_parts(class_name, parts)
+
+
+def state_dtype(dtype: mx.Dtype) -> str:
+    """The name of a dtype in such a byte string. Raises KeyError for one that cannot be in it."""
+    return _NAMES[dtype]
+
+
+def encode_parts(class_name: str, parts: Sequence[StatePart | None]) -> bytes:
+    """The byte string of one recurrent slot whose arrays are bytes already. Needs no MLX."""
+    header: dict[str, Any] = {"__metadata__": {"meta": f"type={class_name}|narr={len(parts)}"}}
     chunks: list[memoryview] = []
     end = 0
-    for index, array in enumerate(arrays):
-        if array is None:
+    for index, part in enumerate(parts):
+        if part is None:
             continue
-        begin, end = end, end + array.nbytes
+        begin, end = end, end + part.data.nbytes
         header[f"a{index}"] = {
-            "dtype": _NAMES[array.dtype],
-            "shape": list(array.shape),
+            "dtype": part.dtype,
+            "shape": list(part.shape),
             "data_offsets": [begin, end],
         }
-        chunks.append(_bytes_of(array))
+        chunks.append(part.data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return b"".join([struct.pack("<Q", len(text)), text, *chunks])

@@ -84,7 +84,7 @@ class StoreClient:
                 raise StoreUnavailable("the server does not answer KV.PREFIX.LOOKUP")
             if record is not None and not isinstance(record, bytes):
                 raise StoreUnavailable("the server does not answer SSM.PREFIX.FETCH")
-            mapping = _mapping(replies[2]) if len(replies) > 2 else None
+            mapping = mapping_of(replies[2]) if len(replies) > 2 else None
             return Probe(found in ("HIT", b"HIT"), record, mapping)
 
         found = self.ask(namespace, ask)
@@ -327,7 +327,7 @@ def _checked(reply: Any) -> Any:
     return reply
 
 
-def _mapping(reply: Any) -> dict[str, Any] | None:
+def mapping_of(reply: Any) -> dict[str, Any] | None:
     """The files of a namespace; None where the server names none, or cannot.
 
     Raises the refusal of a worker that does not have the namespace.

@@ -13,9 +13,32 @@ behaves like an empty store.
 
 from __future__ import annotations
 
+import logging
+import time
+import weakref
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.lineage import policy
+from pion_vllm_mlx.cache.lineage.background import Background, Task
+from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
+from pion_vllm_mlx.cache.lineage.capture import capture
+from pion_vllm_mlx.cache.lineage.client import connect
+from pion_vllm_mlx.cache.lineage.conversations import Conversations
+from pion_vllm_mlx.cache.lineage.counters import Counters
+from pion_vllm_mlx.cache.lineage.explain import explain
+from pion_vllm_mlx.cache.lineage.index import Index
+from pion_vllm_mlx.cache.lineage.journal import Journal
+from pion_vllm_mlx.cache.lineage.matching import Rules, match_of
+from pion_vllm_mlx.cache.lineage.model_key import ModelKey
+from pion_vllm_mlx.cache.lineage.publish import Publisher
+from pion_vllm_mlx.cache.lineage.reader import DamagedPiece, Reader
+from pion_vllm_mlx.cache.lineage.recent import Recent
+from pion_vllm_mlx.cache.lineage.shape import Shape
 from pion_vllm_mlx.cache.lineage.types import (
     Conversation,
     Cut,
@@ -25,19 +48,21 @@ from pion_vllm_mlx.cache.lineage.types import (
     Match,
     Restored,
 )
+from pion_vllm_mlx.cache.lineage.writer import Job, Writer
+from pion_vllm_mlx.cache.store_client_endpoint import what_helps
+from pion_vllm_mlx.config import ClientSwitches
+from pion_vllm_mlx.errors import PionError, StoreUnavailable, UnsupportedCache
 
 __all__ = ["LineageStore", "anchor_length"]
 
+log = logging.getLogger("pion_vllm_mlx")
+
 Tokens = Sequence[int] | Any
 
+anchor_length = policy.anchor_length
 
-def anchor_length(rendered: Sequence[int], prompt: Sequence[int]) -> int:
-    """Where the anchor of a prompt lies: the common prefix with ``rendered``, less 2 tokens.
-
-    ``rendered`` are the leading system messages and tools through the chat template, without
-    a generation prompt. 0 where there is none.
-    """
-    raise NotImplementedError
+_MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+"""What records and files that only another program can have written may end in."""
 
 
 class LineageStore:
@@ -52,17 +77,43 @@ class LineageStore:
         Raises ConfigError for a setting that does not exist. A cache class that cannot be
         stored is named in ``bypass``, logged once, and every call is then empty.
         """
-        raise NotImplementedError
+        self.options = options or LineageOptions()
+        switches = ClientSwitches.from_environment()
+        self._counters = Counters()
+        self._recent = Recent()
+        self._warned = False
+        self._bypass: str | None = None
+        self._front, self._back = connect(self.options), connect(self.options)
+        self._writer = Writer(self._back, self.options.budget_bytes, self._counters)
+        self._background = Background(self.options.queue_bytes, self._when_idle)
+        self._unsealed: dict[str, None] = {}
+        self._anchors: list[TokenIds] = []
+        self._swept = False
+        weakref.finalize(self, _close, self._background, self._front, self._back)
+        try:
+            shape = Shape.of(model, draft_model, self.options.kv_bits, self.options.kv_group_size)
+            self._model_key = ModelKey(model, draft_model, self.options)
+            self._key = self._model_key.current()
+        except UnsupportedCache as error:
+            self._bypass = str(error)
+            log.warning("prefixes of this model are not stored: %s", error)
+            return
+        self._shape = shape
+        checkpoints = self.options.checkpoints and switches.lineage
+        self._rules = Rules(shape, self.options.min_gain, checkpoints)
+        self._reader = Reader(self._front, shape, switches, self._counters)
 
     @property
     def bypass(self) -> str | None:
         """Why this store keeps nothing, None when it does."""
-        raise NotImplementedError
+        return self._bypass
 
     @property
     def wants_cuts(self) -> bool:
         """Whether the model's caches have restore points only where they were kept."""
-        raise NotImplementedError
+        return self._bypass is None and self._shape.wants_cuts and self._rules.checkpoints
+
+    # -- a request --------------------------------------------------------------
 
     def match(self, tokens: Tokens) -> Match:
         """The longest stored prefix of ``tokens``. Loads nothing; never raises.
@@ -70,23 +121,69 @@ class LineageStore:
         ``length`` is at most ``len(tokens) - 1``, and 0 for less than ``min_gain``.
         Token ids outside of 0 … 2**32-1 (images) make an empty match that says so.
         """
-        raise NotImplementedError
+        ids, why = _ids(tokens)
+        if ids is None or self._bypass is not None:
+            return Match(_NO_TOKENS, why=why or self._bypass or "")
+        self._counters.add("matches")
+        self._counters.add("tokens_asked", ids.size)
+        try:
+            self._renew_key()
+            index = Index(self._front, self._key.names)
+            found = index.find(ids, whole=self._shape.wants_cuts)
+        except PionError as error:
+            self._unavailable(error)
+            return Match(ids, why=f"no store: {error}")
+        self._warned = False
+        match = match_of(found, ids, self._key.names, self._rules)
+        point = match.checkpoint.length if match.checkpoint is not None else None
+        self._recent.note(ids, match.common, match.length, point)
+        return match
 
     def restore(self, match: Match) -> Restored | None:
         """Caches of ``match.length`` tokens, evaluated; None where they are not to be had.
 
-        May hold fewer tokens than the match said, if an extension of it was interrupted: use
+        May hold fewer tokens than the match said, if its rows turn out to be fewer: use
         ``length``. The caches are the caller's own: generating changes nothing that is stored.
         """
-        raise NotImplementedError
+        if not match or self._bypass is not None:
+            return None
+        started = time.perf_counter()
+        try:
+            loaded = self._reader.load(match, self._key.identity, self.options.min_gain)
+        except DamagedPiece as error:
+            self._damaged(error)
+            loaded = None
+        except StoreUnavailable as error:
+            self._unavailable(error)
+            loaded = None
+        except (PionError, *_MALFORMED) as error:
+            self._counters.add("restore_failures", why=str(error))
+            loaded = None
+        if loaded is None:
+            self._counters.add("misses")
+            self._recent.forget(match.tokens)
+            return None
+        elapsed_ms = (time.perf_counter() - started) * 1000
+        self._counters.add("hits")
+        self._counters.add("tokens_restored", loaded.length)
+        self._counters.add("bytes_restored", loaded.num_bytes)
+        self._counters.add(f"lane_{loaded.lane}")
+        self._touch(match)
+        return Restored(loaded.caches, loaded.length, loaded.lane, loaded.num_bytes, elapsed_ms)
 
     def cuts(self, tokens: Tokens, match: Match, anchor: int | None = None) -> list[Cut]:
         """Where to hand over the cache while prefilling from ``match.length`` on, in order.
 
         Positions lie between ``match.length`` and ``len(tokens)``. None for a model whose
-        rows can be cut anywhere.
+        rows can be cut anywhere; its rows up to the anchor are then kept by themselves.
         """
-        raise NotImplementedError
+        if self._bypass is not None or not self._rules.checkpoints:
+            return []
+        if not self._shape.wants_cuts:
+            if anchor is not None and anchor >= FIRST_TOKENS and match.tokens.size > anchor:
+                self._anchors = [*self._anchors[-policy.MOST_ANCHORS :], match.tokens[:anchor]]
+            return []
+        return policy.cuts(len(tokens), match.length, match.common, anchor)
 
     def keep(self, tokens: Tokens, caches: Sequence[Any], kind: KeepKind = "final") -> bool:
         """Has ``caches``, which hold exactly ``tokens``, stored; returns at once.
@@ -95,7 +192,31 @@ class LineageStore:
         and counted, where it was not taken: nothing new, the queue is full, a cache that does
         not fit. Never raises for a reason of the store.
         """
-        raise NotImplementedError
+        ids, why = _ids(tokens)
+        if ids is None or self._bypass is not None or ids.size < self._least:
+            self._counters.add("not_kept", why=why or self._bypass or "the prompt is too short")
+            return False
+        since, known = self._recent.since(ids)
+        if since.rows == since.fresh == ids.size and (known or not self._shape.stateful):
+            self._counters.add("known")
+            return False
+        try:
+            captured = capture(caches, int(ids.size), since, self._shape, self.options.vquant)
+        except UnsupportedCache as error:
+            self._refused(error)
+            return False
+        job = Job(ids, kind, captured, self._key.identity, self._key.names, self._anchor_of(ids))
+        task = Task(lambda: self._write(job), lambda error: self._failed(job, error),
+                    captured.num_bytes)  # fmt: skip
+        if not self._background.put(task):
+            self._counters.add("queue_full", why="more waits to be stored than the queue holds")
+            return False
+        self._counters.add("kept")
+        point = int(ids.size) if self._shape.stateful else None
+        self._recent.note(ids, int(ids.size), int(ids.size), point)
+        return True
+
+    # -- journals ---------------------------------------------------------------
 
     def save_journal(
         self, key: str, tokens: Tokens, generated: Sequence[int], caches: Sequence[Any]
@@ -104,51 +225,198 @@ class LineageStore:
 
         Rows first, then the ids. For every 16th token; nothing without ``resume``.
         """
-        raise NotImplementedError
+        if self._bypass is not None or not self.options.resume:
+            return
+        noted = list(generated)
+        self.keep([*tokens, *noted[:-1]], caches)
+        journal = Journal(self._back, self._key.names)
+        self._in_background(lambda: journal.save(key, noted))
 
     def load_journal(self, key: str) -> list[int] | None:
         """The token ids that a killed process had generated for a request, or None."""
-        raise NotImplementedError
+        if self._bypass is not None or not self.options.resume:
+            return None
+        try:
+            return Journal(self._front, self._key.names).load(key)
+        except PionError as error:
+            self._unavailable(error)
+            return None
 
     def drop_journal(self, key: str) -> None:
         """Forgets a journal; to be called before the end of a reply is sent."""
-        raise NotImplementedError
+        if self._bypass is None and self.options.resume:
+            journal = Journal(self._back, self._key.names)
+            self._in_background(lambda: journal.drop(key))
+
+    # -- looking at what is stored ------------------------------------------------
 
     def explain(self, tokens: Tokens) -> Explanation:
         """Why ``tokens`` are not a longer hit: nearest prefix, first difference, key field."""
-        raise NotImplementedError
+        ids, why = _ids(tokens)
+        if ids is None or self._bypass is not None:
+            return Explanation(0, 0, 0, sentence=why or self._bypass or "")
+        try:
+            return explain(self._front, self._key, ids, self._rules)
+        except PionError as error:
+            self._unavailable(error)
+            return Explanation(0, 0, 0, sentence=f"no store: {error}")
 
     def conversations(self) -> list[Conversation]:
-        """The leaves of this model's lineages, the latest used first.
+        """The conversations of this model, the latest used first.
 
         Raises StoreUnavailable, as ``pin``, ``drop`` and ``branch`` do.
         """
-        raise NotImplementedError
+        return [] if self._bypass is not None else self._conversations().all()
 
     def tokens_of(self, conversation: str) -> list[int]:
         """All token ids of a conversation, from its root on. Raises KeyError."""
-        raise NotImplementedError
+        return self._conversations().tokens_of(conversation)
 
     def pin(self, conversation: str, pinned: bool = True) -> None:
         """Keeps a conversation, and all it stands on, from being evicted. Raises KeyError."""
-        raise NotImplementedError
+        self._conversations().pin(conversation, pinned)
 
     def drop(self, conversation: str) -> int:
         """Deletes a conversation and what only it stands on; how many segments. KeyError."""
-        raise NotImplementedError
+        gone = self._conversations().drop(conversation)
+        self._recent.clear()
+        return gone
 
-    def branch(self, conversation: str, length: int) -> str:
-        """A conversation of its own for the first ``length`` tokens; its id. KeyError."""
-        raise NotImplementedError
+    # -- the whole ----------------------------------------------------------------
 
     def flush(self, timeout: float = 10.0) -> bool:
         """Waits until all that was kept so far is written; False when time is over."""
-        raise NotImplementedError
+        return self._background.flush(timeout)
 
     def stats(self) -> dict[str, Any]:
         """Counters, bytes, reasons, as plain values. Any thread; asks nobody."""
-        raise NotImplementedError
+        return {
+            **self._counters.as_dict(),
+            "waiting": self._background.waiting,
+            "waiting_bytes": self._background.waiting_bytes,
+            "budget_bytes": self.options.budget_bytes,
+            "bypass": self._bypass,
+        }
 
     def close(self, timeout: float = 10.0) -> None:
         """Writes what waits, stops the background thread, closes the connections."""
-        raise NotImplementedError
+        self._background.close(timeout)
+        self._front.close()
+        self._back.close()
+
+    # -- inside ---------------------------------------------------------------
+
+    @property
+    def _least(self) -> int:
+        return max(self.options.min_gain, FIRST_TOKENS)
+
+    def _renew_key(self) -> None:
+        """The key as the model is now: an adapter may have been loaded."""
+        key = self._model_key.current()
+        if key is not self._key:
+            self._key = key
+            self._recent.clear()
+
+    def _anchor_of(self, ids: TokenIds) -> int:
+        """The longest known anchor that a prompt begins with."""
+        fits = [one.size for one in self._anchors if np.array_equal(ids[: one.size], one)]
+        return max(fits, default=0)
+
+    def _conversations(self) -> Conversations:
+        if self._bypass is not None:
+            raise StoreUnavailable(self._bypass)
+        return Conversations(self._front, self._key.names)
+
+    # on the background thread
+
+    def _write(self, job: Job) -> None:
+        if not self._swept:
+            self._swept = True
+            Publisher(self._back, job.names).sweep()
+        written = self._writer.write(job)
+        self._counters.add("written")
+        self._unsealed.update(dict.fromkeys(written))
+        if self.options.durable:
+            self._back.demand(job.names.route, [("KV.PREFIX.COMMIT",)])
+
+    def _when_idle(self) -> None:
+        """Has new files sealed, so that the next process can map them."""
+        unsealed, self._unsealed = list(self._unsealed), {}
+        for namespace in unsealed:
+            self._back.publish(namespace)
+
+    def _failed(self, job: Job, error: BaseException) -> None:
+        self._recent.forget(job.tokens)
+        names = {"OverBudget": "over_budget", "Contended": "contended", "Lost": "lost"}
+        name = names.get(type(error).__name__, "failed")
+        self._counters.add(name, why=str(error))
+        if isinstance(error, StoreUnavailable):
+            self._unavailable(error)
+
+    def _in_background(self, run: Any) -> None:
+        def failed(error: BaseException) -> None:
+            self._counters.add("failed", why=str(error))
+
+        if not self._background.put(Task(run, failed)):
+            self._counters.add("queue_full")
+
+    def _touch(self, match: Match) -> None:
+        """Counts the hit at the server and marks the chain as used, behind the caller's back."""
+        names = self._key.names
+        chain = [piece.segment for piece in match.chain]
+        leaf, length = match.chain[-1].namespace, match.length
+
+        def run() -> None:
+            Publisher(self._back, names).touch(chain)
+            self._back.pipeline(names.route, [("KV.PREFIX.LOOKUP", leaf, "TOKENS", length)])
+
+        self._in_background(run)
+
+    # counting
+
+    def _unavailable(self, error: PionError) -> None:
+        self._counters.add("unavailable", why=str(error))
+        advice = what_helps(error)
+        level = logging.INFO if self._warned else logging.WARNING
+        self._warned = True
+        log.log(level, "no prefix store: %s", f"{error}; {advice}" if advice else error)
+
+    def _refused(self, error: UnsupportedCache) -> None:
+        first = not self._counters.get("refused")
+        self._counters.add("refused", why=str(error))
+        log.log(logging.WARNING if first else logging.INFO, "%s", error)
+
+    def _damaged(self, error: DamagedPiece) -> None:
+        """A segment that does not verify goes, unless it was just replaced."""
+        self._counters.add("damaged", why=str(error))
+        names = self._key.names
+        self._in_background(lambda: self._writer.forget_damaged(names, error.segment, error.record))
+
+
+_NO_TOKENS: TokenIds = np.zeros(0, "<u4")
+
+
+def _ids(tokens: Tokens) -> tuple[TokenIds | None, str]:
+    """Token ids as uint32, or why they are none."""
+    try:
+        if isinstance(tokens, list | tuple):
+            return np.frombuffer(array("I", tokens), "<u4"), ""
+        found = np.asarray(tokens)
+        if found.ndim != 1 or found.dtype.kind not in "iu":
+            return None, "the prompt is no flat list of token ids"
+        if found.size and not 0 <= int(found.min()) <= int(found.max()) <= 0xFFFFFFFF:
+            return None, _NOT_TEXT
+        return found.astype("<u4"), ""
+    except OverflowError:
+        return None, _NOT_TEXT
+    except TypeError:
+        return None, "the prompt is no flat list of token ids"
+
+
+_NOT_TEXT = "token ids beyond 32 bits, as images have, are not stored"
+
+
+def _close(background: Background, *clients: Any) -> None:
+    background.close(0.0)
+    for client in clients:
+        client.close()

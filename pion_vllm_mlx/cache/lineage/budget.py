@@ -1,0 +1,144 @@
+"""The budget: what lineages hold in all, and who goes when that is too much.
+
+The least recently used segments go first, among equals the newest: a leaf before what it
+stands on. Never a segment with children, an anchor within its caps, one that is pinned, or
+one of the chain being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from pion_vllm_mlx.cache.connection import info_fields
+from pion_vllm_mlx.cache.lineage.client import LineageClient, as_int, as_text, pairs_of
+from pion_vllm_mlx.cache.lineage.index import (
+    ANCHORS_KEY,
+    LRU_KEY,
+    SIZES_KEY,
+    Index,
+    Names,
+    Segment,
+)
+from pion_vllm_mlx.cache.lineage.policy import MOST_ANCHOR_BYTES, MOST_ANCHORS
+from pion_vllm_mlx.cache.lineage.publish import Publisher
+from pion_vllm_mlx.errors import DamagedData, PionError
+
+SPARE_SESSIONS = 16
+ANCHOR_SHARE = 3
+"""Anchors hold at most this part of the budget."""
+
+_MOST_ROUNDS = 64
+
+
+class OverBudget(PionError):
+    """There is no room for what was to be stored, and nothing that may go."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A segment of any model, as the keys over all models name it."""
+
+    mid: str
+    number: int
+    size: int
+    used: float
+    anchor: bool
+
+
+class Budget:
+    """Makes room. For the thread that writes."""
+
+    def __init__(self, client: LineageClient, names: Names, budget_bytes: int) -> None:
+        self._client = client
+        self._names = names
+        self._budget = budget_bytes
+        self.evicted = 0
+
+    def held(self) -> int:
+        """Bytes of all lineages: rows, states, records, tokens."""
+        return sum(member.size for member in self._members())
+
+    def make_room(self, num_bytes: int, chain: Collection[int]) -> None:
+        """Evicts until ``num_bytes`` more fit. Raises OverBudget, StoreUnavailable."""
+        if self._budget and num_bytes > self._budget:
+            raise OverBudget(f"{num_bytes} bytes are more than the budget of {self._budget}")
+        for _ in range(_MOST_ROUNDS):
+            members = self._members()
+            over = sum(one.size for one in members) + num_bytes - self._budget
+            if not self._budget:
+                over = 0
+            if over <= 0 and not self._sessions_short():
+                return
+            if not self._evict_some(members, max(over, 1), chain):
+                raise OverBudget("nothing is left that may be evicted")
+        raise OverBudget("others store faster than room is made")
+
+    def evict(self, names: Names, number: int, segment: Segment | None) -> bool:
+        """Takes a segment away; None for one whose fields are gone. False if it may not go."""
+        tokens = None
+        if segment is not None:
+            with contextlib.suppress(DamagedData):  # of a broken chain the blocks lead nowhere
+                tokens = Index(self._client, names).tokens_up_to(segment)
+        gone = segment or Segment(number, -1, 0, 0)
+        return Publisher(self._client, names).remove(gone, tokens)
+
+    # -- inside ---------------------------------------------------------------
+
+    def _members(self) -> list[Member]:
+        """All segments, the least recently used first, among equals the newest."""
+        ranked, sizes, anchors = self._client.demand(
+            self._names.route,
+            [
+                ("ZRANGE", LRU_KEY, 0, -1, "WITHSCORES"),
+                ("HGETALL", SIZES_KEY),
+                ("ZRANGE", ANCHORS_KEY, 0, -1),
+            ],
+        )
+        by_name, pinned = dict(pairs_of(sizes)), set(anchors or ())
+        found = []
+        for name, score in pairs_of(ranked):
+            mid, _, number = as_text(name).rpartition(":")
+            size = as_int(as_text(by_name.get(name)), 0)
+            used = float(as_text(score))
+            found.append(Member(mid, as_int(number), size, used, name in pinned))
+        return sorted(found, key=lambda one: (one.used, -one.number))
+
+    def _sessions_short(self) -> bool:
+        (reply,) = self._client.demand(self._names.route, [("KV.PREFIX.INFO",)])
+        fields = info_fields(reply)
+        most = as_int(fields.get("vstore_max_sessions"), 0)
+        return bool(most) and as_int(fields.get("vstore_sessions"), 0) + SPARE_SESSIONS > most
+
+    def _evict_some(self, members: list[Member], need: int, chain: Collection[int]) -> bool:
+        """Evicts least recently used leaves until ``need`` bytes are free; whether any went."""
+        freed, went = 0, False
+        protected = self._protected(members)
+        for member in members:
+            if member in protected or (member.mid == self._names.mid and member.number in chain):
+                continue
+            names = Names(member.mid)
+            (segment,) = Index(self._client, names).segments([member.number])
+            if segment is not None and (segment.kids or segment.pinned):
+                continue
+            if self.evict(names, member.number, segment):
+                freed, went = freed + member.size, True
+                self.evicted += 1
+            if freed >= need and went:
+                break
+        return went
+
+    def _protected(self, members: list[Member]) -> set[Member]:
+        """The anchors within their caps, the latest used first."""
+        most_bytes = MOST_ANCHOR_BYTES
+        if self._budget:
+            most_bytes = min(most_bytes, self._budget // ANCHOR_SHARE)
+        found: set[Member] = set()
+        held = 0
+        for member in reversed([one for one in members if one.anchor]):
+            held += member.size
+            if len(found) >= MOST_ANCHORS or held > most_bytes:
+                break
+            found.add(member)
+        return found

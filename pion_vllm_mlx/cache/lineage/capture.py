@@ -1,0 +1,252 @@
+"""Taking what is new out of live caches, fast, so that another thread can have its bytes.
+
+``capture`` runs on MLX's thread, schedules and never waits: small pieces are copied by MLX
+(``async_eval``), large ones too where a GPU does it; on a CPU, where a large copy would
+hold up the caller, the buffer itself is handed over: MLX does not write into an array that
+somebody else holds. ``Held…`` objects give their bytes on any thread, by the buffer protocol
+alone, without a stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.cache.boundary import storage_leaves
+from pion_vllm_mlx.cache.lanes_codec import FLOAT_DTYPES, layout_of
+from pion_vllm_mlx.cache.layers import StoredCache, dismantle
+from pion_vllm_mlx.cache.leaf import LeafSpec, Side, dtype_name
+from pion_vllm_mlx.cache.lineage.coverage import Window
+from pion_vllm_mlx.cache.lineage.shape import Shape, Slot, array_specs, flat, window_of
+from pion_vllm_mlx.cache.slots_state import StatePart, encode_parts, state_dtype
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.formats import get_format
+
+SMALL_BYTES = 4 << 20
+"""On a CPU a piece of more bytes is handed over as it is, instead of copied."""
+
+_NATIVE = {name: dtype_name(dtype) for name, dtype in FLOAT_DTYPES.items()}
+_LARGEST_FP16 = 65519.0
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class HeldRows:
+    """Rows ``[start, end)`` of one side of a leaf; ``raw`` is ``[1, H, n, bytes]``.
+
+    Row ``start`` is row ``first`` of ``raw``. ``dtype`` is the cache's own.
+    """
+
+    layer: int
+    side: Side
+    start: int
+    end: int
+    raw: mx.array
+    first: int
+    dtype: str
+
+    def encoded(self, start: int, end: int, leaf: LeafSpec) -> Bytes:
+        """The bytes of rows ``[start, end)`` in the leaf's format and layout."""
+        first = self.first + start - self.start
+        table = np.asarray(memoryview(self.raw))[0, :, first : first + end - start]  # type: ignore[arg-type]  # mlx's stubs omit the buffer protocol
+        name = leaf.format_of(self.side)
+        if name.startswith("raw:") or _NATIVE.get(name) == self.dtype:
+            return np.ascontiguousarray(table).reshape(-1)
+        values = _as_float32(np.ascontiguousarray(table), self.dtype)
+        width = values.shape[2]
+        if layout_of(leaf, self.side) == "NHD":
+            values, width = values.transpose(1, 0, 2), leaf.width(self.side)
+        rows = np.ascontiguousarray(values).reshape(-1, width)
+        if name == "fp16" and bool((np.abs(rows[np.isfinite(rows)]) > _LARGEST_FP16).any()):
+            raise CommandError("rows hold a value beyond the range of float16")
+        return get_format(name).encode(rows).reshape(-1)
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """One array of a recurrent slot, or None where there is none."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    raw: mx.array
+
+    def part(self) -> StatePart:
+        view = memoryview(self.raw) if self.raw.size else memoryview(b"")  # type: ignore[arg-type]
+        return StatePart(self.dtype, self.shape, view.cast("B"))
+
+
+@dataclass(frozen=True)
+class Captured:
+    """What is new in the caches of a prompt. ``leaves`` are in their storage formats."""
+
+    slots: list[Slot]
+    leaves: list[LeafSpec]
+    rows: list[HeldRows]
+    states: dict[int, list[HeldState | None]]
+
+    @property
+    def num_bytes(self) -> int:
+        rows = sum(
+            (held.end - held.start) * held.raw.shape[1] * held.raw.shape[3] for held in self.rows
+        )
+        arrays = (one for state in self.states.values() for one in state if one is not None)
+        return rows + sum(array.raw.nbytes for array in arrays)
+
+    def state_blobs(self) -> Iterator[tuple[int, bytes]]:
+        """The recurrent slots as they are stored."""
+        for slot, arrays in self.states.items():
+            parts = [None if one is None else one.part() for one in arrays]
+            yield slot, encode_parts("ArraysCache", parts)
+
+
+@dataclass(frozen=True)
+class Since:
+    """From which token on something is new: ``rows`` are not stored from there on.
+
+    ``fresh``: since the caches were restored or last kept. Windows are taken from there:
+    rows before ``rows`` may be stored without theirs.
+    """
+
+    rows: int = 0
+    fresh: int = 0
+
+
+def capture(
+    caches: Sequence[Any], length: int, since: Since, shape: Shape, vquant: str | None
+) -> Captured:
+    """What is new in caches that hold ``length`` tokens. Evaluates nothing, waits for nothing.
+
+    Raises UnsupportedCache for caches that cannot be stored, are of another make than the
+    model's, or hold another number of tokens.
+    """
+    stored = dismantle(caches)
+    shape.check(stored.slots, length)
+    leaves = storage_leaves(stored.leaves, vquant, 0)
+    dtypes = {
+        (spec.layer, spec.side): spec.dtype
+        for slot in flat(stored.slots)
+        for spec in array_specs(slot)
+    }
+    rows = [
+        HeldRows(layer, side, start, start + array.shape[2], array, 0, dtypes[layer, side])
+        for layer, side, start, array in _new_rows(caches, stored, since)
+    ]
+    states = {
+        slot: [None if array is None else _held_state(array) for array in arrays]
+        for slot, arrays in stored.states.items()
+    }
+    return _scheduled(stored.slots, leaves, rows, states)
+
+
+_Row = tuple[int, Side, int, mx.array]
+
+
+def _new_rows(caches: Sequence[Any], stored: StoredCache, since: Since) -> Iterator[_Row]:
+    """The new rows, as slices of the caches."""
+    windows = dict(_windows(caches, stored.slots))
+    for run in stored.rows:
+        if run.layer not in windows:
+            first = max(since.rows - run.start, 0)
+            if first < run.count:
+                yield run.layer, run.side, run.start + first, run.array[:, :, first:, :]
+    for slot, cache in _slots_with_caches(caches, stored.slots):
+        window = window_of(slot)
+        if window is None or "arrays" not in slot:
+            continue
+        for spec in array_specs(slot):
+            buffer = cache.keys if spec.side == "k" else cache.values
+            yield from _window_rows(spec.layer, spec.side, buffer, cache, window, since)
+
+
+def _windows(caches: Sequence[Any], slots: Sequence[Slot]) -> Iterator[tuple[int, Window]]:
+    for slot, _ in _slots_with_caches(caches, slots):
+        window = window_of(slot)
+        if window is not None:
+            yield from ((spec.layer, window) for spec in array_specs(slot))
+
+
+def _slots_with_caches(caches: Sequence[Any], slots: Sequence[Slot]) -> Iterator[tuple[Slot, Any]]:
+    for slot, cache in zip(slots, caches, strict=True):
+        if slot["class"] == "CacheList":
+            yield from _slots_with_caches(cache.caches, slot["caches"])
+        else:
+            yield slot, cache
+
+
+def _window_rows(
+    layer: int, side: Side, buffer: mx.array, cache: Any, window: Window, since: Since
+) -> Iterator[_Row]:
+    """What a ring buffer holds, by token position; more than the window after a prefill."""
+    for position, first, last in ring_parts(
+        int(cache._idx), int(buffer.shape[2]), int(cache.offset), window
+    ):
+        skipped = max(since.fresh - position, 0)
+        if first + skipped < last:
+            yield layer, side, position + skipped, buffer[:, :, first + skipped : last, :]
+
+
+def ring_parts(index: int, length: int, offset: int, window: Window) -> list[tuple[int, int, int]]:
+    """``(position, first, last)``: buffer rows ``first:last`` are the tokens from position on.
+
+    The buffer has ``length`` rows, is written at ``index`` next, and has seen ``offset``
+    tokens.
+    """
+    keep = min(window.keep, offset)
+    if index == length or index >= offset:  # in temporal order: all of it, or as far as written
+        held = min(index, offset)
+        if held == offset:
+            return [(0, 0, held)]
+        parts = [(0, 0, keep), (offset - (held - keep), keep, held)]
+    else:  # turned: behind the kept rows the oldest is at ``index``
+        older, newer = length - index, index - keep
+        parts = [
+            (0, 0, keep),
+            (offset - newer - older, index, length),
+            (offset - newer, keep, index),
+        ]
+    return [part for part in parts if part[2] > part[1]]
+
+
+def _held_state(array: mx.array) -> HeldState:
+    flat_array = mx.contiguous(array).reshape(-1)
+    if flat_array.dtype == mx.bool_:
+        flat_array = flat_array.astype(mx.uint8)
+    raw = flat_array if flat_array.dtype == mx.uint8 else flat_array.view(mx.uint8)
+    return HeldState(state_dtype(array.dtype), tuple(array.shape), raw)
+
+
+def _scheduled(
+    slots: list[Slot],
+    leaves: list[LeafSpec],
+    rows: list[HeldRows],
+    states: dict[int, list[HeldState | None]],
+) -> Captured:
+    """Makes the slices arrays of bytes of their own and schedules them."""
+    total = sum(held.raw.nbytes for held in rows)
+    copied = total <= SMALL_BYTES or mx.default_device().type == mx.DeviceType.gpu
+    ready = [_bytes_of(held, copied) for held in rows]
+    arrays = [one.raw for state in states.values() for one in state if one is not None]
+    mx.async_eval([held.raw for held in ready] + arrays)
+    return Captured(slots, leaves, ready, states)
+
+
+def _bytes_of(held: HeldRows, copied: bool) -> HeldRows:
+    array = mx.contiguous(held.raw) if copied else held.raw
+    raw = array if array.dtype == mx.uint8 else array.view(mx.uint8)
+    return HeldRows(held.layer, held.side, held.start, held.end, raw, 0, held.dtype)
+
+
+def _as_float32(table: Bytes, dtype: str) -> NDArray[np.float32]:
+    """``[H, n, D]`` values of their bytes."""
+    if dtype == "bfloat16":
+        bits = table.view("<u2").astype(np.uint32) << np.uint32(16)
+        values: NDArray[np.float32] = bits.view(np.float32)
+        return values
+    kind = {"float16": "<f2", "float32": "<f4"}[dtype]
+    return table.view(kind).astype(np.float32)

@@ -1,0 +1,95 @@
+"""Conversations: where lineages end, to list, pin and delete them.
+
+The id of a conversation is ``<mid>:<segment>``, the segment in which it ends. One ends in
+each segment but those that only lead to their children.
+"""
+
+from __future__ import annotations
+
+from pion_vllm_mlx.cache.lineage.client import LineageClient, as_int, as_text, pairs_of
+from pion_vllm_mlx.cache.lineage.index import LRU_KEY, SIZES_KEY, Index, Names, Segment
+from pion_vllm_mlx.cache.lineage.publish import Publisher
+from pion_vllm_mlx.cache.lineage.types import Conversation
+
+
+class Conversations:
+    """The conversations of one model. For one thread at a time.
+
+    Every method raises StoreUnavailable; those that name one raise KeyError for one that
+    is not there.
+    """
+
+    def __init__(self, client: LineageClient, names: Names) -> None:
+        self._client = client
+        self._names = names
+        self._index = Index(client, names)
+
+    def all(self) -> list[Conversation]:
+        """Every conversation, the latest used first."""
+        ranked, sizes = self._client.demand(
+            self._names.route,
+            [("ZRANGE", LRU_KEY, 0, -1, "REV", "WITHSCORES"), ("HGETALL", SIZES_KEY)],
+        )
+        used = {as_text(name): float(as_text(score)) for name, score in pairs_of(ranked)}
+        size = {as_text(name): as_int(as_text(value), 0) for name, value in pairs_of(sizes)}
+        numbers = [number for number in map(self._number_of, used) if number is not None]
+        found = []
+        for segment in self._index.segments(numbers):
+            if segment is None or any(kid.base == segment.end for kid in segment.kids):
+                continue
+            name = self._names.member(segment.number)
+            found.append(
+                Conversation(
+                    id=name,
+                    tokens=segment.end,
+                    num_bytes=size.get(name, 0),
+                    last_used=used[name],
+                    pinned=segment.pinned,
+                    segments=len(segment.up) + 1,
+                    checkpoints=segment.checkpoints,
+                )
+            )
+        return found
+
+    def tokens_of(self, conversation: str) -> list[int]:
+        """All tokens of a conversation."""
+        return [int(token) for token in self._index.tokens_up_to(self._segment(conversation))]
+
+    def pin(self, conversation: str, pinned: bool) -> None:
+        """Sets or takes the pin of a conversation and of all it stands on."""
+        segment = self._segment(conversation)
+        publisher = Publisher(self._client, self._names)
+        for number in [*(number for number, _ in segment.up), segment.number]:
+            publisher.set_fields(number, {"pin": "1" if pinned else "0"})
+            word = "KV.PREFIX.PIN" if pinned else "KV.PREFIX.UNPIN"
+            # past the server's cap of pins ours still holds against our own budget
+            self._client.pipeline(self._names.route, [(word, self._names.namespace(number))])
+
+    def drop(self, conversation: str) -> int:
+        """Deletes a conversation, and what it alone stands on; how many segments went."""
+        segment: Segment | None = self._segment(conversation)
+        publisher = Publisher(self._client, self._names)
+        gone = 0
+        while segment is not None:
+            tokens = self._index.tokens_up_to(segment)
+            if not publisher.remove(segment, tokens):
+                break
+            gone += 1
+            above = self._index.segments([segment.parent]) if segment.parent >= 0 else [None]
+            segment = above[0]
+            if segment is not None and (segment.kids or segment.kind or segment.pinned):
+                break
+        return gone
+
+    # -- inside ---------------------------------------------------------------
+
+    def _number_of(self, member: str) -> int | None:
+        mid, _, number = member.rpartition(":")
+        return as_int(number) if mid == self._names.mid else None
+
+    def _segment(self, conversation: str) -> Segment:
+        number = self._number_of(conversation)
+        (segment,) = self._index.segments([number if number is not None else -1])
+        if segment is None:
+            raise KeyError(conversation)
+        return segment

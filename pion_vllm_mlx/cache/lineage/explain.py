@@ -1,0 +1,111 @@
+"""Why a prompt was not a longer hit: the nearest stored prefix, and what differs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.identity_names import first_difference
+from pion_vllm_mlx.cache.lineage.client import LineageClient, as_text
+from pion_vllm_mlx.cache.lineage.index import Found, Index, Names
+from pion_vllm_mlx.cache.lineage.matching import Rules, match_of
+from pion_vllm_mlx.cache.lineage.model_key import Key
+from pion_vllm_mlx.cache.lineage.types import Explanation
+from pion_vllm_mlx.errors import PionError
+
+_MOST_MODELS = 64
+_AROUND_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class _Nearest:
+    names: Names
+    found: Found
+
+
+def explain(client: LineageClient, key: Key, tokens: TokenIds, rules: Rules) -> Explanation:
+    """Compares a prompt with what is stored, under this key and under others.
+
+    Raises StoreUnavailable.
+    """
+    own = Index(client, key.names).find(tokens, whole=True)
+    match = match_of(own, tokens, key.names, rules)
+    other = _nearest_of_others(client, key.names, tokens)
+    if other is not None and other.found.common > own.common:
+        return _other_key(client, key, other, match.length)
+    return _own_key(client, key.names, own, tokens, (match.length, match.why))
+
+
+def _own_key(
+    client: LineageClient, names: Names, found: Found, tokens: TokenIds, match: tuple[int, str]
+) -> Explanation:
+    restorable, why = match
+    leaf = found.leaf
+    if leaf is None:
+        return Explanation(0, 0, 0, sentence=why)
+    stored = Index(client, names).tokens_of(found.chain)
+    at = found.common
+    there = int(stored[at]) if at < stored.size else None
+    asked = int(tokens[at]) if at < tokens.size else None
+    around = tuple(stored[max(0, at - _AROUND_TOKENS) : at + _AROUND_TOKENS].tolist())
+    if there is None or asked is None:
+        sentence = f"the first {at} tokens are stored, and no more of this prompt"
+    else:
+        sentence = f"token {at} is {asked} where the nearest stored prefix has {there}"
+    sentence = f"{sentence}; {why}" if why else sentence
+    position = None if there is None and asked is None else at
+    return Explanation(
+        at, restorable, int(stored.size), position, there, asked, sentence=sentence,
+        stored_tokens=around,
+    )  # fmt: skip
+
+
+def _other_key(client: LineageClient, key: Key, other: _Nearest, restorable: int) -> Explanation:
+    """The nearest prefix is another model's or user's: which field of the key differs."""
+    (raw,) = client.demand(key.names.route, [("GET", other.names.key("key"))])
+    try:
+        stored: Any = json.loads(as_text(raw))
+    except ValueError:
+        stored = {}
+    field = first_difference(stored, key.identity)
+    common = other.found.common
+    leaf = other.found.leaf
+    return Explanation(
+        common=common,
+        restorable=restorable,
+        stored=leaf.end if leaf is not None else 0,
+        key_field=field,
+        stored_key=_at(stored, field),
+        asked_key=_at(key.identity, field),
+        sentence=f"{common} tokens are stored under another key: {field} differs",
+    )
+
+
+def _nearest_of_others(client: LineageClient, own: Names, tokens: TokenIds) -> _Nearest | None:
+    (keys,) = client.demand(own.route, [("KEYS", "pps:*:key")])
+    best: _Nearest | None = None
+    for name in list(keys or ())[:_MOST_MODELS]:
+        names = Names(as_text(name).split(":")[1])
+        if names == own:
+            continue
+        try:
+            found = Index(client, names).find(tokens, whole=False)
+        except PionError:
+            continue
+        if found.common and (best is None or found.common > best.found.common):
+            best = _Nearest(names, found)
+    return best
+
+
+def _at(value: Any, path: str | None) -> Any:
+    """The part of a key that a dotted path names; None where it has none."""
+    for step in (path or "").replace("[", ".").replace("]", "").split("."):
+        if isinstance(value, dict):
+            value = value.get(step)
+        elif isinstance(value, list) and step.isdigit() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return None
+    return value

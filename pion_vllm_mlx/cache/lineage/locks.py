@@ -1,0 +1,66 @@
+"""One writer a tree, over all processes.
+
+Every write to the segments of a tree holds the key ``lock:<root field>`` of its index: two
+processes that store the same prompt, or two that leave it at once, come one after the other.
+The lock is a courtesy, not a proof: one who sleeps past its end finds it gone when he
+publishes, and rows that two wrote over each other do not have the checksums of a record.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pion_vllm_mlx.cache.lineage.client import Commands, LineageClient
+from pion_vllm_mlx.cache.lineage.index import Names
+from pion_vllm_mlx.errors import PionError
+
+LOCK_SECONDS = 30.0
+PATIENCE_SECONDS = 10.0
+_STEP_SECONDS = 0.05
+
+
+class Contended(PionError):
+    """Another process writes to the same tree for too long."""
+
+
+@dataclass(frozen=True)
+class TreeLock:
+    """A lock that was taken; ``token`` says by whom."""
+
+    key: str
+    token: str
+
+    def held(self, value: Any) -> bool:
+        """Whether the value of the key says that it is still ours."""
+        return bool(value == self.token.encode())
+
+
+def acquire(
+    client: LineageClient, names: Names, field: str, num_bytes: int, patience: float
+) -> TreeLock:
+    """Takes the lock of a tree. Raises Contended, StoreUnavailable."""
+    lock = TreeLock(names.key(f"lock:{field}"), secrets.token_hex(8))
+    milliseconds = round(1000 * (LOCK_SECONDS + client.seconds(num_bytes)))
+    ends_at = time.monotonic() + patience
+    while True:
+        (taken,) = client.demand(
+            names.route, [("SET", lock.key, lock.token, "NX", "PX", milliseconds)]
+        )
+        if taken is not None:
+            return lock
+        if time.monotonic() >= ends_at:
+            raise Contended("another process is storing to the same lineage")
+        time.sleep(_STEP_SECONDS)
+
+
+def release(client: LineageClient, names: Names, lock: TreeLock) -> None:
+    """Gives the lock back, if it is still ours."""
+
+    def decide(values: Sequence[Any]) -> Commands | None:
+        return [("DEL", lock.key)] if lock.held(values[0]) else None
+
+    client.transaction(names.route, [lock.key], [("GET", lock.key)], decide)

@@ -1,0 +1,52 @@
+"""The key of a model's lineages, read once and again when the model changes."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+from pion_vllm_mlx.cache.identity import ModelIdentity, identity_digest
+from pion_vllm_mlx.cache.identity_walk import canonical_json
+from pion_vllm_mlx.cache.lineage.index import Names, model_digest
+from pion_vllm_mlx.cache.lineage.types import LineageOptions
+
+
+@dataclass(frozen=True)
+class Key:
+    """All that the K/V depends on, by name, and the keys it is stored under."""
+
+    identity: dict[str, Any]
+    names: Names
+
+
+class ModelKey:
+    """The key of a model, with its draft model. On MLX's thread."""
+
+    def __init__(self, model: Any, draft_model: Any, options: LineageOptions) -> None:
+        parts = dict(options.key_parts)
+        if options.kv_bits is not None:
+            parts["kv"] = f"{options.kv_bits} bits, groups of {options.kv_group_size}"
+        self._vquant = options.vquant
+        self._model = ModelIdentity(model, vquant=options.vquant, extra=parts)
+        self._draft = ModelIdentity(draft_model) if draft_model is not None else None
+        self._known: tuple[Any, Any, Key] | None = None
+
+    def current(self) -> Key:
+        """The key as the model is now. Raises UnsupportedCache."""
+        fields = self._model.fields()
+        draft = self._draft.fields() if self._draft is not None else None
+        if self._known is not None:
+            known_fields, known_draft, key = self._known
+            if known_fields is fields and known_draft is draft:
+                return key
+        identity = dict(fields)
+        if draft is not None:
+            identity["draft"] = identity_digest(draft)
+        key = Key(identity, Names(self._digest(identity)))
+        self._known = fields, draft, key
+        return key
+
+    def _digest(self, identity: dict[str, Any]) -> str:
+        digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
+        return model_digest(digest, self._vquant or ",".join(identity["dtypes"]))

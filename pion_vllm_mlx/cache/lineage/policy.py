@@ -1,0 +1,99 @@
+"""Where checkpoints are taken, and which ones stay. Pure functions.
+
+==========  ==================================================================
+kind        taken
+==========  ==================================================================
+guard       16 tokens before the end of the prompt, if at least 256 are new
+anchor      at the end of system prompt and tools
+divergence  where the prompt leaves what is stored, if that gains 256 tokens
+final       at the end of what was computed
+==========  ==================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from pion_vllm_mlx.cache.lineage.types import Checkpoint, Cut, CutKind
+
+GUARD_TOKENS = 16
+LEAST_NEW_TOKENS = 256
+MOST_CHECKPOINTS = 4
+ANCHOR_SLACK_TOKENS = 2
+MOST_ANCHORS = 16
+MOST_ANCHOR_BYTES = 16 * 10**9
+
+_RANK: dict[CutKind, int] = {"anchor": 0, "divergence": 1, "guard": 2}
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """How many items two sequences have in common from their start."""
+    for index, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return index
+    return min(len(left), len(right))
+
+
+def anchor_length(rendered: Sequence[int], prompt: Sequence[int]) -> int:
+    """Where the anchor of a prompt lies: the common prefix with ``rendered``, less 2 tokens.
+
+    ``rendered`` are the leading system messages and tools through the chat template, without
+    a generation prompt. 0 where there is none.
+    """
+    return max(0, common_prefix(rendered, prompt) - ANCHOR_SLACK_TOKENS)
+
+
+def cuts(total: int, restored: int, common: int, anchor: int | None) -> list[Cut]:
+    """Where a prompt of ``total`` tokens is cut, of which ``restored`` need no prefill."""
+    wanted: list[Cut] = []
+    if anchor:
+        wanted.append(Cut(anchor, "anchor"))
+    if common - restored >= LEAST_NEW_TOKENS:
+        wanted.append(Cut(common, "divergence"))
+    if total - restored >= LEAST_NEW_TOKENS:
+        wanted.append(Cut(total - GUARD_TOKENS, "guard"))
+    best: dict[int, Cut] = {}
+    for cut in sorted(wanted, key=lambda cut: _RANK[cut.kind], reverse=True):
+        if restored < cut.position < total:
+            best[cut.position] = cut
+    return [best[position] for position in sorted(best)]
+
+
+def thinned(
+    checkpoints: Iterable[Checkpoint], most: int = MOST_CHECKPOINTS
+) -> tuple[list[Checkpoint], list[Checkpoint]]:
+    """What stays of a segment's checkpoints and what goes, both by length.
+
+    Old guards go first, then the oldest turn boundaries, then the oldest divergences; the
+    latest of all stays, anchors always do.
+    """
+    stay = sorted(checkpoints, key=lambda one: one.length)
+    gone: list[Checkpoint] = []
+
+    def counted() -> list[Checkpoint]:
+        return [one for one in stay if one.kind != "anchor"]
+
+    while len(counted()) > most:
+        victim = _least_useful(counted())
+        stay.remove(victim)
+        gone.append(victim)
+    return stay, sorted(gone, key=lambda one: one.length)
+
+
+def _least_useful(held: Sequence[Checkpoint]) -> Checkpoint:
+    """``held`` is sorted by length and has more than one entry."""
+    older = held[:-1]
+    guards = [one for one in held if one.kind == "guard"]
+    finals = [one for one in older if one.kind == "final"]
+    divergences = [one for one in older if one.kind == "divergence"]
+    return (guards[:-1] or finals or divergences or list(older))[0]
+
+
+def restore_point(
+    checkpoints: Iterable[Checkpoint], limit: int, exact_only: int | None = None
+) -> Checkpoint | None:
+    """The longest checkpoint of at most ``limit`` tokens; with ``exact_only`` the final there."""
+    usable = [one for one in checkpoints if one.length <= limit]
+    if exact_only is not None:
+        usable = [one for one in usable if one.kind == "final" and one.length == exact_only]
+    return max(usable, key=lambda one: one.length, default=None)

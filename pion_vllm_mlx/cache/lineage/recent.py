@@ -1,0 +1,73 @@
+"""What this process knows to be stored already, without asking.
+
+``keep`` has two milliseconds: it must not ask the server what is new. Matches and keeps of
+the latest prompts are remembered. What is remembered and no longer true (evicted meanwhile)
+makes a store that is lost: the prompt is then forgotten, and the next one brings all.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+
+from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.lineage.blocks import common_tokens
+from pion_vllm_mlx.cache.lineage.capture import Since
+
+MOST_PROMPTS = 16
+
+
+@dataclass
+class _Entry:
+    """``rows`` and ``fresh`` as in Since; ``points`` are lengths whose state is stored."""
+
+    tokens: TokenIds
+    rows: int
+    fresh: int
+    points: set[int] = field(default_factory=set)
+
+
+class Recent:
+    """The latest prompts of one model. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entries: list[_Entry] = []
+
+    def note(self, tokens: TokenIds, rows: int, fresh: int, point: int | None) -> None:
+        """``rows`` tokens of a prompt are stored, and the state at ``point``."""
+        with self._lock:
+            points = {point} if point is not None else set()
+            for entry in self._entries:
+                shared = common_tokens(entry.tokens, tokens)
+                points |= {length for length in entry.points if length <= shared}
+            self._entries = [one for one in self._entries if not _extends(tokens, one.tokens)]
+            self._entries.append(_Entry(tokens, rows, fresh, points))
+            del self._entries[:-MOST_PROMPTS]
+
+    def since(self, tokens: TokenIds) -> tuple[Since, bool]:
+        """From where on the caches of ``tokens`` are new, and whether their state is known."""
+        best, known = Since(), False
+        with self._lock:
+            for entry in self._entries:
+                shared = common_tokens(entry.tokens, tokens)
+                rows, fresh = min(entry.rows, shared), min(entry.fresh, shared)
+                if rows > best.rows:
+                    best = Since(rows, fresh)
+                known = known or (shared == tokens.size and tokens.size in entry.points)
+        return best, known
+
+    def forget(self, tokens: TokenIds) -> None:
+        """Nothing is known any more of what begins like this prompt."""
+        with self._lock:
+            self._entries = [
+                one for one in self._entries if not common_tokens(one.tokens[:16], tokens[:16])
+            ]
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries = []
+
+
+def _extends(longer: TokenIds, shorter: TokenIds) -> bool:
+    return common_tokens(longer, shorter) == shorter.size
