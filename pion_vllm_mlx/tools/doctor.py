@@ -212,7 +212,7 @@ def _read_everything(found: Recovered, report: Report) -> None:
     for segment in found.folder.segments.values():
         if segment.sealed and not found.folder.verify_header(segment):
             report.damage.append(f"{segment.path.name}: header or size is not as it was sealed")
-            bad[_shown(segment.group)] = ""
+            bad.update((_shown(group), "") for group in segment.users())
     for session in found.state.sessions.values():
         for run in session.runs():
             try:
