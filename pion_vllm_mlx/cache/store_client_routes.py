@@ -2,7 +2,8 @@
 
 A namespace lives on one worker. OWNER says on which, once; it is remembered until the
 worker fails, or refuses because the namespace lives elsewhere. One that nobody has yet goes
-where every client would put it: to worker CRC-32C of its name, modulo their number.
+where every client would put it: to worker CRC-32C of its name, modulo their number. The
+segments of a lineage, ``pps<mid>s<n>``, live together: for all of them it is ``pps<mid>``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pion_vllm_mlx.cache.store_client_endpoint import Door, Endpoint
 from pion_vllm_mlx.errors import CommandError, StoreUnavailable
 
 _LIVES_ON = re.compile(r"lives on worker (\d{1,5})(?!\d)")
+_SEGMENT = re.compile(r"(pps.+)s[0-9]+", re.DOTALL)
 _MOST_NAMESPACES = 65_536
 
 
@@ -25,9 +27,15 @@ def named_worker(error: CommandError) -> int | None:
     return int(found[1]) if found else None
 
 
+def kept_together(namespace: str) -> str:
+    """What all namespaces that live where this one does have in common."""
+    found = _SEGMENT.fullmatch(namespace)
+    return found[1] if found else namespace
+
+
 def usual_worker(namespace: str, workers: int) -> int:
     """Where a namespace goes that nobody has yet."""
-    return int(crc32c(namespace.encode("utf-8", "surrogateescape"))) % workers
+    return int(crc32c(kept_together(namespace).encode("utf-8", "surrogateescape"))) % workers
 
 
 class Routes:
@@ -35,6 +43,7 @@ class Routes:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
+        #: by what ``kept_together`` says
         self._homes: OrderedDict[str, int] = OrderedDict()
 
     def door(self, namespace: str) -> Door:
@@ -42,7 +51,7 @@ class Routes:
         workers = self._endpoint.workers()
         if workers < 2:
             return self._endpoint.door
-        home = self._homes.get(namespace)
+        home = self._homes.get(kept_together(namespace))
         if home is None:
             home = self._ask(namespace)
             if home < 0:
@@ -62,7 +71,7 @@ class Routes:
 
     def moved(self, namespace: str) -> bool:
         """Whether a namespace turns out to be elsewhere than thought. Raises StoreUnavailable."""
-        before = self._homes.get(namespace)
+        before = self._homes.get(kept_together(namespace))
         if self._endpoint.workers() < 2:
             self._endpoint.ask_again()
             if self._endpoint.workers() < 2:
@@ -86,7 +95,8 @@ class Routes:
             raise StoreUnavailable("the server does not answer KV.PREFIX.OWNER") from None
 
     def _remember(self, namespace: str, worker: int) -> None:
-        self._homes[namespace] = worker
-        self._homes.move_to_end(namespace)
+        name = kept_together(namespace)
+        self._homes[name] = worker
+        self._homes.move_to_end(name)
         if len(self._homes) > _MOST_NAMESPACES:
             self._homes.popitem(last=False)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import os
 import socket
 import ssl
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +27,8 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 #: how long a worker that cannot accept (no descriptors left) leaves it to the others.
 _PAUSE_SECONDS = 0.2
+#: how long an embedded server waits for another one that binds its socket.
+_ALONE_SECONDS = 1.0
 _NOBODY = 0o177
 
 
@@ -99,9 +104,59 @@ def bind_doors(config: ServerConfig) -> Doors:
             port = config.port + 1 if config.port else 0
             doors.lane = bind(config.address, port, "the binary lane needs the port after -p, ")
         if config.unixsocket is not None:
-            doors.unix = _bind_unix(config.unixsocket)
+            shared_folder = config.embedded
+            doors.unix = (_bind_beside if shared_folder else _bind_unix)(config.unixsocket)
         undo.pop_all()
     return doors
+
+
+def _bind_beside(path: Path) -> socket.socket:
+    """Bind in the folder of all embedded servers; what dead ones left behind there goes.
+
+    None of them binds while the folder is looked through: a socket that refuses connections
+    then is not on its way to be listened on, its process is dead or ending.
+    """
+    with _alone_in(path.parent) as alone:
+        for other in path.parent.glob("*.sock") if alone else ():
+            if other != path and _is_dead(other):
+                other.unlink(missing_ok=True)
+        return _bind_unix(path)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[bool]:
+    """Hold a folder's lock; False where another process does not let go of it soon."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        deadline = time.monotonic() + _ALONE_SECONDS
+        alone = _lock(descriptor)
+        while not alone and time.monotonic() < deadline:
+            time.sleep(0.005)
+            alone = _lock(descriptor)
+        yield alone
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_dead(path: Path) -> bool:
+    """Whether a socket is there on which nobody listens."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            return path.is_socket()
+        except OSError:
+            pass  # a full queue, or no socket any more
+    return False
 
 
 def _bind_unix(path: Path) -> socket.socket:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +18,7 @@ import psutil
 import pytest
 
 from pion_vllm_mlx.cache import embedded
-from pion_vllm_mlx.cache.connection import RespConnection
+from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.data_folder import read_status
 from pion_vllm_mlx.errors import StoreUnavailable
 from tests.conftest import RunningServer
@@ -360,3 +362,58 @@ def test_a_server_with_another_password_refuses_at_once(
             [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, timeout=60
         )
     assert "another password" in said.stdout, said.stderr
+
+
+def test_a_start_removes_the_sockets_of_killed_servers_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Path(tempfile.mkdtemp(prefix="p"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    try:
+        with contextlib.ExitStack() as servers:
+            killed, living = (
+                servers.enter_context(embedded.attach(tmp_path / name))
+                for name in ("killed", "living")
+            )
+            paths = [server.address.path for server in (killed, living)]
+            assert all(path is not None and Path(path).is_socket() for path in paths)
+            folder = Path(str(paths[0])).parent
+            (folder / "notes.sock").touch()  # no socket
+            os.kill(killed.pid, signal.SIGKILL)
+            wait_until(lambda: not killed.alive())
+            assert Path(str(paths[0])).is_socket()
+
+            third = servers.enter_context(embedded.attach(tmp_path / "third"))
+
+            left = {path.name for path in folder.iterdir()}
+            kept = [Path(str(path)).name for path in (living.address.path, third.address.path)]
+            assert left == {*kept, "notes.sock"}
+            for server in (living, third):
+                with RespConnection(server.address) as connection:
+                    assert connection.command("PING") == "PONG"
+            # the killed one is started again where it was
+            with RespConnection(killed.ensure()) as connection:
+                assert connection.command("PING") == "PONG"
+    finally:
+        shutil.rmtree(runtime)
+
+
+def test_servers_that_start_at_once_leave_each_other_s_sockets_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runtime = Path(tempfile.mkdtemp(prefix="p"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    holders = [Holder(tmp_path / f"folder{number}") for number in range(4)]
+    try:
+        for number, holder in enumerate(holders):
+            pid = holder.server_pid()
+            status = read_status(tmp_path / f"folder{number}")
+            assert status is not None and status.pid == pid and status.unixsocket is not None
+            with RespConnection(Address(path=str(status.unixsocket))) as connection:
+                info = connection.command("INFO", "server")
+                assert isinstance(info, bytes) and f"process_id:{pid}\r\n".encode() in info
+    finally:
+        for holder in holders:
+            holder.kill()
+        wait_until(lambda: not list(runtime.rglob("*.sock")))
+        shutil.rmtree(runtime)

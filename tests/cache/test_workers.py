@@ -19,6 +19,7 @@ from pion_vllm_mlx.cache import inproc
 from pion_vllm_mlx.cache.completion import COMPLETION_LAYER
 from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
+from pion_vllm_mlx.cache.store_client import Registration
 from pion_vllm_mlx.cache.store_client_endpoint import BackOff
 from pion_vllm_mlx.cache.store_client_routes import usual_worker
 from tests.cache.continuing import continued, unstored
@@ -361,6 +362,24 @@ def test_a_prefix_that_another_worker_got_meanwhile_is_stored_there(
         assert ask(pion, model, name, wanted) == lane
     assert owner_of(shared, name) == 1
     assert fresh(shared, model, name, wanted) == lane
+
+
+def test_the_segments_of_a_lineage_go_where_its_first_one_went(shared: RunningServer) -> None:
+    for home in range(WORKERS):
+        mid = next(m for m in range(1000) if usual_worker(f"pps{m}s1", WORKERS) == home)
+        assert {usual_worker(f"pps{mid}s{n}", WORKERS) for n in range(1, 20)} == {home}
+        wrong = (home + 1) % WORKERS
+        with on(shared, wrong) as connection:
+            assert connection.command("KV.PREFIX.REGISTER", f"pps{mid}s7", 4, "fp16") == "OK"
+        with PionPromptCache(port=shared.port) as pion:
+            client = pion._client
+            # a segment that nobody has, then one that lives elsewhere than the client thinks
+            client.register(f"pps{mid}s8", Registration(4, "fp16", 1, None, 0))
+            assert owner_of(shared, f"pps{mid}s8") == wrong
+            pion._client._routes._remember(f"pps{mid}s1", home)
+            longest = ("KV.PREFIX.LONGEST", f"pps:{mid}", b"")
+            found = client.ask(f"pps{mid}s1", lambda c, asked=longest: c.command(*asked))  # type: ignore[misc]
+            assert found == [0, None, 0]
 
 
 def test_an_expired_prefix_is_a_miss_wherever_it_lives(
