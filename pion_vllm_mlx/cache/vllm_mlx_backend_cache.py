@@ -59,6 +59,14 @@ class Lookup:
     match: Match | None = None
 
 
+@dataclass(frozen=True)
+class Miss:
+    """The last prompt that was not wholly reused, and the engine it was asked of."""
+
+    core: Any
+    tokens: list[int]
+
+
 @dataclass
 class Counters:
     """Numbers of one cache object; written by one thread, read by any."""
@@ -89,6 +97,7 @@ class PionPrefixCache:
         self._told: set[str] = set()
         self._wants_cuts = _wants_cuts(model)
         self.last_lookup = Lookup(0)
+        self.last_miss: Miss | None = None
         self.prefill_tokens_per_second = 0.0
 
     # What the scheduler calls ------------------------------------------------------------

@@ -4,7 +4,8 @@ An entry is a list of mlx-lm caches of batch size 1 that hold exactly its tokens
 takes the entry with the longest usable prefix: attention caches give any shorter length down
 to their ``floor`` (0 where every row is held; their own length once a window has wrapped),
 recurrent states only the length at which they were taken.  Arrays are shared, never copied:
-MLX arrays do not change, and whoever gets an entry gets cache objects of its own.
+MLX arrays do not change, and whoever gets an entry gets cache objects of its own.  Entries of
+one conversation share the rows of its longest, so that another state costs a state, not rows.
 
 Keys are big-endian token ids, so that byte order is the order of token sequences and the
 entry with the longest common prefix is a neighbour in a sorted list.
@@ -17,7 +18,7 @@ import threading
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -27,7 +28,8 @@ from pion_vllm_mlx.cache.layers import cache_arrays, refuse_unknown
 from pion_vllm_mlx.errors import UnsupportedCache
 
 TOKEN_BYTES = 4
-MAX_CHECKPOINTS = 4
+#: restore points of one conversation; a turn adds up to three: guard, end of prompt, reply.
+MAX_CHECKPOINTS = 8
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,31 @@ class _Entry:
     length: int
     floor: int
     kind: str
-    nbytes: int
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        return cache_arrays(self.caches)
+
+
+class _Ledger:
+    """The bytes of arrays that entries share, each counted once."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._holders: dict[int, int] = {}
+
+    def add(self, arrays: Iterable[mx.array]) -> None:
+        for array in arrays:
+            holders = self._holders.get(id(array), 0)
+            self._holders[id(array)] = holders + 1
+            self.nbytes += 0 if holders else array.nbytes
+
+    def drop(self, arrays: Iterable[mx.array]) -> None:
+        for array in arrays:
+            self._holders[id(array)] -= 1
+            if not self._holders[id(array)]:
+                del self._holders[id(array)]
+                self.nbytes -= array.nbytes
 
 
 @dataclass
@@ -58,11 +84,16 @@ class LiveTier:
     max_entries: int = 1000
     evictions: int = 0
     rejections: int = 0
-    nbytes: int = 0
     _entries: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
     _all: list[bytes] = field(default_factory=list)
     _sliceable: list[bytes] = field(default_factory=list)
+    _ledger: _Ledger = field(default_factory=_Ledger)
     _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @property
+    def nbytes(self) -> int:
+        """What the arrays of all entries take."""
+        return self._ledger.nbytes
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -109,19 +140,18 @@ class LiveTier:
             len(tokens),
             min(len(tokens), max(restorable_floor(cache) for cache in caches)),
             kind,
-            sum(array.nbytes for array in cache_arrays(caches)),
         )
         key = encode(tokens)
         with self._lock:
             if self._covered(key):
                 return True
-            if entry.nbytes > self.budget_bytes:
+            if sum(array.nbytes for array in entry.arrays) > self.budget_bytes:
                 self.rejections += 1
                 return False
             self._drop_superseded(key, entry)
             self._insert(key, entry)
             self._shrink(keep=key)
-        mx.async_eval(cache_arrays(entry.caches))
+        mx.async_eval(entry.arrays)  # type: ignore[no-untyped-call]
         return True
 
     def remove(self, tokens: Sequence[int]) -> bool:
@@ -169,25 +199,40 @@ class LiveTier:
         return False
 
     def _drop_superseded(self, key: bytes, entry: _Entry) -> None:
-        """Give up what the new entry gives as well, and thin out a conversation's states."""
+        """Give up what the new entry gives as well; the others of its conversation share rows."""
         states = []
         for name in list(self._prefixes(key)):
             old = self._entries[name]
-            if entry.floor <= old.length and entry.floor <= old.floor:
+            if entry.floor <= old.floor:
                 self._delete(name)
-            elif old.floor == old.length and old.kind != "anchor":
+                continue
+            self._share_rows(name, entry)
+            if old.kind != "anchor":
                 states.append(name)
         surplus = len(states) + 1 - MAX_CHECKPOINTS
-        if entry.kind == "anchor" or surplus <= 0:
-            return
-        oldest_first = states[::-1]
+        if entry.kind != "anchor" and surplus > 0:
+            for name in self._least_useful(states[::-1], entry.kind)[:surplus]:
+                self._delete(name)
+
+    def _share_rows(self, name: bytes, longer: _Entry) -> None:
+        """Have the entry ``name`` use the rows of ``longer``, which continues it."""
+        old = self._entries[name]
+        surplus = longer.length - old.length
+        pairs = zip(old.caches, longer.caches, strict=True)
+        caches = tuple(rebased(cache, source, surplus) for cache, source in pairs)
+        self._ledger.drop(old.arrays)
+        self._entries[name] = replace(old, caches=caches)
+        self._ledger.add(self._entries[name].arrays)
+
+    def _least_useful(self, oldest_first: list[bytes], kind: str) -> list[bytes]:
+        """States in the order in which they go: old guards, then old ends of turns.
+
+        Only the newest guard is of use, and more so than an old turn's end.
+        """
         guards = [name for name in oldest_first if self._entries[name].kind == "guard"]
-        # Only the newest guard is of use, that one more than an old turn's end.
-        newest = [] if entry.kind == "guard" else guards[-1:]
-        old_guards = guards[: len(guards) - len(newest)]
+        newest = [] if kind == "guard" else guards[-1:]
         others = [name for name in oldest_first if name not in guards]
-        for name in (old_guards + others + newest)[:surplus]:
-            self._delete(name)
+        return guards[: len(guards) - len(newest)] + others + newest
 
     def _shrink(self, keep: bytes) -> None:
         while self.nbytes > self.budget_bytes or len(self._entries) > self.max_entries:
@@ -200,14 +245,14 @@ class LiveTier:
 
     def _insert(self, key: bytes, entry: _Entry) -> None:
         self._entries[key] = entry
-        self.nbytes += entry.nbytes
+        self._ledger.add(entry.arrays)
         insort(self._all, key)
         if entry.floor < entry.length:
             insort(self._sliceable, key)
 
     def _delete(self, key: bytes) -> None:
         entry = self._entries.pop(key)
-        self.nbytes -= entry.nbytes
+        self._ledger.drop(entry.arrays)
         del self._all[bisect_left(self._all, key)]
         if entry.floor < entry.length:
             del self._sliceable[bisect_left(self._sliceable, key)]
@@ -244,6 +289,21 @@ def shortened(cache: Any, surplus: int) -> Any:
     elif surplus:
         own.trim(surplus)
     return own
+
+
+def rebased(cache: Any, longer: Any, surplus: int) -> Any:
+    """``cache`` over the arrays of ``longer`` where those give its rows too, else itself.
+
+    ``longer`` continues it by ``surplus`` tokens.
+    """
+    from mlx_lm.models.cache import CacheList
+
+    if isinstance(cache, CacheList):
+        own = copy.copy(cache)
+        pairs = zip(cache.caches, longer.caches, strict=True)
+        own.caches = type(cache.caches)([rebased(one, other, surplus) for one, other in pairs])
+        return own
+    return shortened(longer, surplus) if restorable_floor(longer) == 0 else cache
 
 
 def restorable_floor(cache: Any) -> int:

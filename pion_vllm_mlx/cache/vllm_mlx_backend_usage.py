@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from pion_vllm_mlx.cache.vllm_mlx_backend_cache import Lookup, PionPrefixCache
+from pion_vllm_mlx.cache.vllm_mlx_backend_cache import Lookup, Miss, PionPrefixCache
 from pion_vllm_mlx.cache.vllm_mlx_backend_prefill import lookup_of
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import ADD_TO_ENGINE, Replacements
 
@@ -47,29 +47,56 @@ class Asked:
         return int(self.request.cached_tokens)
 
 
+@dataclass(frozen=True)
+class Rendered:
+    """A prompt as the engine would have been given it."""
+
+    core: Any
+    tokens: list[int]
+
+
 _ASKED: ContextVar[list[Asked] | None] = ContextVar("pion_asked", default=None)
+#: where it holds a list, prompts are rendered into it and refused instead of answered.
+RENDER_ONLY: ContextVar[list[Rendered] | None] = ContextVar("pion_render_only", default=None)
 
 
 def patch_engine(replacements: Replacements) -> None:
     """Have the requests of the engine collected for the HTTP request they belong to."""
+    from fastapi import HTTPException
+
     original: Callable[..., Awaitable[str]] = vars(ADD_TO_ENGINE.owner())[ADD_TO_ENGINE.name]
 
     @functools.wraps(original)
-    async def add_request(self: Any, *args: Any, **options: Any) -> str:
-        request_id = await original(self, *args, **options)
+    async def add_request(self: Any, prompt: Any, *args: Any, **options: Any) -> str:
+        rendered = RENDER_ONLY.get()
+        if rendered is not None:
+            tokens = self.scheduler._actual_tokenizer.encode(prompt)
+            rendered.append(Rendered(self, [int(token) for token in tokens]))
+            raise HTTPException(503, "rendered only")
+        request_id = await original(self, prompt, *args, **options)
         asked, cache = _ASKED.get(), self.scheduler.memory_aware_cache
         request = self.scheduler.requests.get(request_id)
         if asked is not None and request is not None and isinstance(cache, PionPrefixCache):
             asked.append(Asked(request, cache))
+        if request is not None and isinstance(cache, PionPrefixCache):
+            _note_miss(self, request, cache)
         return request_id
 
     replacements.replace(ADD_TO_ENGINE, add_request)
+
+
+def _note_miss(core: Any, request: Any, cache: PionPrefixCache) -> None:
+    """Remember a prompt of which more than the shortest gain has to be computed."""
+    options = cache.settings.options
+    if request.num_prompt_tokens - request.cached_tokens > (options.min_gain if options else 1):
+        cache.last_miss = Miss(core, list(request.prompt_token_ids))
 
 
 class UsageLayer:
     """The ASGI layer; it goes around the application as its outermost middleware."""
 
     def __init__(self, app: App) -> None:
+        """``app``: what is inside."""
         self._app = app
 
     async def __call__(
@@ -98,6 +125,7 @@ class _Answer:
     held: bytes = b""
 
     async def send(self, message: Message) -> None:
+        """What the application calls for each part of its answer."""
         if message["type"] == "http.response.start":
             headers = {k.lower(): v for k, v in message["headers"]}
             self.kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0]
@@ -114,7 +142,7 @@ class _Answer:
 
     async def _whole(self, message: Message) -> None:
         """Hold a JSON body together and send it completed."""
-        self.held += message.get("body", b"")
+        self.held += bytes(message.get("body", b""))
         if message.get("more_body", False):
             return
         body = completed(self.held, self.asked)
@@ -126,7 +154,7 @@ class _Answer:
 
     def _events(self, message: Message) -> bytes:
         """The whole events of what has come so far, completed."""
-        data = self.held + message.get("body", b"")
+        data = self.held + bytes(message.get("body", b""))
         whole, _, self.held = data.rpartition(b"\n\n")
         whole += b"\n\n" if whole else b""
         if not message.get("more_body", False):

@@ -89,6 +89,7 @@ class Engine:
 @contextmanager
 def running_engine(make_model: Any, **settings: Any) -> Iterator[Engine]:
     """An engine over ``make_model()``; ``settings`` go to vllm-mlx's SchedulerConfig."""
+    from mlx.core import clear_streams
     from vllm_mlx.engine_core import EngineConfig, EngineCore
     from vllm_mlx.mlx_streams import (
         bind_generation_streams,
@@ -116,6 +117,7 @@ def running_engine(make_model: Any, **settings: Any) -> Iterator[Engine]:
         finally:
             loop.run_until_complete(core.stop())
             worker.submit(core.close).result()
+            worker.submit(clear_streams).result()
             loop.close()
             restore_generation_streams(streams)
 

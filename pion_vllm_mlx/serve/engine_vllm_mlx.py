@@ -1,0 +1,186 @@
+"""vllm-mlx as the engine of ``serve``: ``python -m pion_vllm_mlx.serve.engine_vllm_mlx``.
+
+vllm-mlx's own command line and server, with the backend of ``cache.vllm_mlx_backend`` installed
+before either begins, and the engine protocol of ``engine_child`` around its application.  All
+of its serve flags pass through; continuous batching is always on, since only it keeps prefixes.
+Flags that choose another prefix cache are refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pion_vllm_mlx import config
+from pion_vllm_mlx.cache.lineage import LineageOptions
+from pion_vllm_mlx.cache.vllm_mlx_backend import (
+    BackendSettings,
+    install_vllm_mlx_backend,
+    uninstall_vllm_mlx_backend,
+)
+from pion_vllm_mlx.errors import PionError
+from pion_vllm_mlx.serve.engine_child import (
+    EngineLink,
+    report_ready,
+    take_link,
+    watch_lifeline,
+)
+from pion_vllm_mlx.serve.engine_vllm_mlx_app import EngineLayer
+from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 128
+#: how long requests may go on after SIGTERM; the front has drained before it sends one.
+DRAIN_SECONDS = 20
+
+#: flags of vllm-mlx that choose a prefix cache past the scheduler's seam, and why not.
+OTHER_CACHES = {
+    "use_paged_cache": "its blocks are not chained to what precedes them",
+    "no_memory_aware_cache": "it keeps entries by count, in this process",
+    "ssd_cache_dir": "the store is the disk tier",
+}
+
+
+@dataclass(frozen=True)
+class EngineArguments:
+    """A parsed command line: the link to the front, the store, and vllm-mlx's own flags."""
+
+    link: EngineLink
+    pion: PionFlags
+    log_level: str
+    serve: argparse.Namespace
+
+
+def parse(arguments: Sequence[str]) -> EngineArguments:
+    """The arguments; exits with code 2 and a sentence for a wrong use."""
+    from vllm_mlx.cli import create_parser
+
+    link, rest = take_link(arguments)
+    flags, rest = take_pion_flags(rest)
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--log-level", type=str.upper, default="INFO")
+    own.add_argument("--model", default=None)
+    named, rest = own.parse_known_args(rest)
+    model = [named.model] if named.model else []
+    parser = create_parser()
+    serve = parser.parse_args(["serve", *model, *rest, "--continuous-batching"])
+    for name, reason in OTHER_CACHES.items():
+        if vars(serve)[name]:
+            parser.error(f"--{name.replace('_', '-')} cannot be used here: {reason}")
+    if not serve.model and not serve.models_config:
+        parser.error("name the model: pion-vllm-mlx serve --engine vllm-mlx MODEL")
+    serve.host, serve.port, serve.api_key = "127.0.0.1", 0, None
+    return EngineArguments(link, flags, named.log_level, serve)
+
+
+def settings(arguments: EngineArguments) -> BackendSettings:
+    """How the backend uses the store."""
+    flags = arguments.pion
+    if not flags.enabled:
+        return BackendSettings(options=None)
+    parts = {"tenant": arguments.link.tenant} if arguments.link.tenant else {}
+    return BackendSettings(
+        LineageOptions(
+            url=flags.url,
+            budget_bytes=flags.budget_bytes,
+            min_gain=max(1, flags.min_gain),
+            vquant=flags.vquant,
+            key_parts=parts,
+            checkpoints=config.ClientSwitches.from_environment().lineage,
+            resume=False,
+            durable=flags.durable_tokens > 0,
+        )
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM; the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if importlib.util.find_spec("vllm_mlx") is None:
+        print("vllm-mlx is not installed: pip install 'pion-vllm-mlx[vllm-mlx]'", file=sys.stderr)
+        return 1
+    if "--help" in words or "-h" in words:
+        return _print_help()
+    parsed = parse(words)
+    logging.getLogger().setLevel(parsed.log_level)
+    try:
+        install_vllm_mlx_backend(settings=settings(parsed))
+    except PionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    try:
+        _serve(parsed)
+    finally:
+        uninstall_vllm_mlx_backend()
+    return 0
+
+
+def _print_help() -> int:
+    from vllm_mlx.cli import create_parser
+
+    try:
+        create_parser().parse_args(["serve", "--help"])
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def _serve(parsed: EngineArguments) -> None:
+    """vllm-mlx's own serve command, on a socket of ours."""
+    import uvicorn
+    from vllm_mlx import cli
+
+    def run(app: Any, **options: Any) -> None:
+        """In uvicorn.run's place: vllm-mlx calls it with its application, once."""
+        listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        layer = EngineLayer(app, parsed.link)
+        level = str(options.get("log_level", "info"))
+        settings = uvicorn.Config(
+            layer,
+            log_level=level,
+            backlog=BACKLOG,
+            access_log=False,
+            timeout_graceful_shutdown=DRAIN_SECONDS,
+        )
+        _server(settings, parsed).run(sockets=[listening])
+
+    original = uvicorn.run
+    uvicorn.run = run
+    watch_lifeline(parsed.link)
+    try:
+        cli.serve_command(parsed.serve)
+    finally:
+        uvicorn.run = original
+
+
+def _server(settings: Any, parsed: EngineArguments) -> Any:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        """Says where it listens once the model is loaded and requests may come."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started and sockets:
+                serve = parsed.serve
+                name = serve.served_model_name or serve.model or ""
+                report_ready(parsed.link, sockets[0].getsockname()[1], str(name))
+
+    return Server(settings)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is stored and closed.  MLX's own thread-bound streams would abort the process
+    # in its static destructors (0.32).
+    os._exit(code)

@@ -1,0 +1,190 @@
+"""The engine protocol around vllm-mlx's application: the key, and the ``/v1/pion`` endpoints.
+
+``count_tokens`` and ``explain`` send their body through vllm-mlx's own chat endpoint up to the
+point where its engine would be given the prompt, so that they mean the very same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pion_vllm_mlx.cache.lineage import Explanation
+from pion_vllm_mlx.cache.vllm_mlx_backend import installed_caches
+from pion_vllm_mlx.cache.vllm_mlx_backend_usage import (
+    RENDER_ONLY,
+    App,
+    Message,
+    Receive,
+    Rendered,
+    Send,
+)
+from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
+
+STATS, COUNT, EXPLAIN = "/v1/pion/stats", "/v1/pion/count_tokens", "/v1/pion/explain"
+CHAT = "/v1/chat/completions"
+SURROUNDINGS = 12
+
+Scope = Any
+
+
+class EngineLayer:
+    """The outermost ASGI layer of the engine."""
+
+    def __init__(self, app: App, link: EngineLink) -> None:
+        """``app`` is vllm-mlx's application, ``link`` names the front's key."""
+        self._app = app
+        self._link = link
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {key.lower(): value for key, value in scope["headers"]}
+        if not authorized(self._link, headers.get(b"authorization", b"").decode("latin-1")):
+            await answer(send, 401, {"error": "this engine serves its front only"})
+            return
+        asked = (scope["method"], scope["path"])
+        if asked == ("GET", STATS):
+            await answer(send, 200, stats())
+        elif asked == ("POST", COUNT):
+            await self._count(scope, receive, send)
+        elif asked == ("POST", EXPLAIN):
+            await self._explain(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        rendered = await self._render(scope, await body_of(receive), send)
+        if rendered is not None:
+            await answer(send, 200, {"input_tokens": len(rendered.tokens)})
+
+    async def _explain(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await body_of(receive)
+        if body.strip() in (b"", b"{}"):
+            caches = [cache for cache in installed_caches() if cache.last_miss is not None]
+            if not caches:
+                await answer(send, 200, {"sentence": "no request has missed so far"})
+                return
+            found = caches[-1].last_miss
+            assert found is not None
+            await answer(send, 200, await explained(Rendered(found.core, found.tokens)))
+            return
+        rendered = await self._render(scope, body, send)
+        if rendered is not None:
+            await answer(send, 200, await explained(rendered))
+
+    async def _render(self, scope: Scope, body: bytes, send: Send) -> Rendered | None:
+        """The tokens of a chat body; None where it was refused, which has been answered."""
+        try:
+            asked = json.loads(body)
+        except ValueError:
+            asked = None
+        if not isinstance(asked, dict):
+            await answer(send, 400, {"error": "the body must be a JSON object"})
+            return None
+        asked |= {"stream": False, "max_tokens": 1}
+        rendered: list[Rendered] = []
+        said: list[Message] = []
+
+        async def listen(message: Message) -> None:
+            said.append(message)
+
+        inner = {**scope, "path": CHAT, "raw_path": CHAT.encode()}
+        inner["headers"] = _with_length(scope["headers"], len(data := json.dumps(asked).encode()))
+        token = RENDER_ONLY.set(rendered)
+        try:
+            await self._app(inner, whole(data), listen)
+        finally:
+            RENDER_ONLY.reset(token)
+        if rendered:
+            return rendered[0]
+        for message in said:
+            await send(message)
+        return None
+
+
+def stats() -> dict[str, Any]:
+    """Flat counters of the engine's cache; ``{"pion": "disabled"}`` without a store."""
+    caches = installed_caches()
+    return caches[-1].pion_stats() if caches else {"pion": "no model is loaded yet"}
+
+
+async def explained(asked: Rendered) -> dict[str, Any]:
+    """Why these tokens are not a longer hit, with the first differing token decoded."""
+    core, tokens = asked.core, asked.tokens
+    store = core.scheduler.memory_aware_cache.store_or_none()
+    if store is None:
+        return {"prompt_tokens": len(tokens), "sentence": "there is no store"}
+    worker = core._external_generation_worker
+    if worker is None:
+        found: Explanation = store.explain(tokens)
+    else:
+        found = await asyncio.wrap_future(worker.submit(store.explain, tokens))
+    told = asdict(found)
+    stored = told.pop("stored_tokens")
+    told["prompt_tokens"] = len(tokens)
+    if found.position is not None:
+        decode = core.scheduler._actual_tokenizer.decode
+        told["asked_text"] = _around(decode, tokens, found.position)
+        told["stored_text"] = _around(decode, stored, found.position)
+    return told
+
+
+def _around(decode: Any, tokens: Sequence[int], position: int) -> dict[str, str]:
+    """The token at ``position``, and the text before and behind it."""
+    pieces = {
+        "before": tokens[max(0, position - SURROUNDINGS) : position],
+        "token": tokens[position : position + 1],
+        "after": tokens[position + 1 : position + 1 + SURROUNDINGS],
+    }
+    return {name: str(decode(list(piece))) for name, piece in pieces.items()}
+
+
+async def answer(send: Send, status: int, value: Any) -> None:
+    """Send a JSON answer."""
+    body = json.dumps(value, ensure_ascii=False, default=str).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def body_of(receive: Receive) -> bytes:
+    """The whole body of a request."""
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return body
+        body += bytes(message.get("body", b""))
+        if not message.get("more_body", False):
+            return body
+
+
+def whole(body: bytes) -> Receive:
+    """A receive channel that gives ``body`` and then waits, as a patient client does."""
+    left = [body]
+
+    async def receive() -> Message:
+        if left:
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    return receive
+
+
+def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:
+    kept = [(k, v) for k, v in headers if k.lower() not in (b"content-length", b"content-type")]
+    return [
+        *kept,
+        (b"content-type", b"application/json"),
+        (b"content-length", str(length).encode()),
+    ]

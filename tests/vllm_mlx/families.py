@@ -1,0 +1,71 @@
+"""The families the backend is proved on, and the prompts that are asked of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.models import tiny_model, token_ids
+
+
+def _quantized() -> Any:
+    import mlx.core as mx
+    import mlx.nn as nn
+
+    model = tiny_model("llama")
+    nn.quantize(model, group_size=32, bits=4)
+    mx.eval(model.parameters())
+    return model
+
+
+#: every family that vllm-mlx batches; float32, so that equal tokens are no accident
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "plain": lambda: tiny_model("llama"),
+    "plain, 4-bit weights": _quantized,
+    "latent": lambda: tiny_model("deepseek_v3"),
+    "sliding window": lambda: tiny_model("gemma3_text"),
+    "gated delta": lambda: tiny_model("qwen3_next"),
+    "gated delta 3.5": lambda: tiny_model("qwen3_5"),
+    "mamba and attention": lambda: tiny_model("falcon_h1"),
+    "mamba": lambda: tiny_model("mamba"),
+    "rwkv": lambda: tiny_model("rwkv7"),
+}
+#: caches that give any shorter prefix
+SLICEABLE = ("plain", "plain, 4-bit weights", "latent")
+
+LONG = 620
+MIDDLE = 300
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One prompt of a script, and how many of its tokens must not be computed again."""
+
+    what: str
+    prompt: list[int]
+    reuse: int
+
+
+def script(reply_to: Callable[[list[int]], list[int]], sliceable: bool) -> list[Turn]:
+    """A cold prompt, then every way in which a later one can relate to it.
+
+    ``reply_to`` gives the reply that a run without a cache gives.
+    """
+    first = token_ids(LONG)
+    reply = reply_to(first)
+    second = [*first, *reply, *token_ids(40, seed=11)]
+    edited = [*first[:MIDDLE], *token_ids(LONG - MIDDLE, seed=12)]
+    again = [*first[:MIDDLE], *token_ids(LONG - MIDDLE, seed=13)]
+    suffix = [*first[: LONG - 10], *token_ids(20, seed=14)]
+    return [
+        Turn("cold", first, 0),
+        Turn("exact repeat", first, LONG - 1),
+        Turn("regenerate", first, LONG - 1),
+        Turn("another suffix", suffix, LONG - 10 if sliceable else LONG - 16),
+        Turn("extension by the reply", second, LONG + len(reply)),
+        # A state exists only where it was taken: the first edit takes one, the next finds it.
+        Turn("edit in the middle", edited, MIDDLE if sliceable else 0),
+        Turn("another edit there", again, MIDDLE),
+        Turn("back to the first", first, LONG - 1),
+    ]
