@@ -120,7 +120,7 @@ def _encode(value: Value, proto: int, out: list[bytes]) -> None:
     elif isinstance(value, Simple):
         out.append(simple(value))
     elif isinstance(value, str):
-        out.append(bulk(value.encode()))
+        out.append(bulk(_bytes(value)))
     elif isinstance(value, (bytes, bytearray, memoryview)):
         out.append(bulk(value))
     elif isinstance(value, int):
@@ -154,4 +154,12 @@ def _encode_many(
 
 
 def _one_line(text: str) -> bytes:
-    return text.replace("\r", " ").replace("\n", " ").encode("utf-8", "surrogateescape")
+    return _bytes(text.replace("\r", " ").replace("\n", " "))
+
+
+def _bytes(text: str) -> bytes:
+    """Text of any origin: a file's name comes back as it is, half a character as ``\\ud800``."""
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "backslashreplace")

@@ -19,6 +19,8 @@ from pion_vllm_mlx.wire.resp import Map, Set, Simple, Value
         (b"\r\n\0", b"$3\r\n\r\n\0\r\n", b"$3\r\n\r\n\0\r\n"),
         (b"", b"$0\r\n\r\n", b"$0\r\n\r\n"),
         ("é", b"$2\r\n\xc3\xa9\r\n", b"$2\r\n\xc3\xa9\r\n"),
+        ("\udcff", b"$1\r\n\xff\r\n", b"$1\r\n\xff\r\n"),
+        (CommandError("\ud800"), b"-ERR \\ud800\r\n", b"-ERR \\ud800\r\n"),
         (-7, b":-7\r\n", b":-7\r\n"),
         (True, b":1\r\n", b":1\r\n"),
         (None, b"$-1\r\n", b"_\r\n"),
