@@ -161,6 +161,19 @@ def test_a_state_stored_behind_the_deadline_outlives_the_sweep(tmp_path: Path, s
         assert driver.state_of(sid, 0) is not None and held(driver) == set()
 
 
+def test_a_session_past_its_deadline_is_dropped_and_not_counted(tmp_path: Path) -> None:
+    with Driver(tmp_path) as driver:
+        for name in "ab":
+            driver.ask(*register(name))
+        driver.ask("KV.PREFIX.EXPIRE", "a", 50)
+        with later(51):
+            assert driver.ask("V.DROP", "a_pk", "b_pk") == 1
+        assert {session.sid for session in driver.store.state.sessions.values()} == {
+            b"a_pv",
+            b"b_pv",
+        }
+
+
 def test_an_expired_namespace_is_registered_anew_and_empty(tmp_path: Path) -> None:
     with Driver(tmp_path) as driver:
         driver.ask(*register("a"), "BLOCKS", 64, 1, bytes(8))

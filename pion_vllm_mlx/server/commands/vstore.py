@@ -145,7 +145,8 @@ def v_info(context: Context, args: list[Arg]) -> Reply:
 def v_drop(context: Context, args: list[Arg]) -> Effect:
     sids = dict.fromkeys(arguments.sid(arg) for arg in args[1:])
     found = [context.state.sessions[sid] for sid in sids if sid in context.state.sessions]
+    held = sum(context.live(session.sid) is not None for session in found)
     effects: list[Record] = []
     for session in found:
         effects += drop_session(context.state, session, "dropped", int(time.time()))
-    return Effect(effects, len(found))
+    return Effect(effects, held)
