@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -93,9 +92,13 @@ class Front:
         return self._forward("POST", EXPLAIN, sent)
 
     async def models(self, request: Request) -> ASGIApp:
-        """``/v1/models``."""
+        """``/v1/models``: the one model there is, under the name that was asked for, if any."""
         name = request.path_params.get("name")
-        return self._forward("GET", f"/v1/models/{quote(name)}" if name else "/v1/models")
+        model = _model_entry(name or self.supervisor.model)
+        if name:
+            return JSONResponse(model)
+        ends = {"has_more": False, "first_id": model["id"], "last_id": model["id"]}
+        return JSONResponse({"object": "list", "data": [model], **ends})
 
     async def stats(self, request: Request) -> ASGIApp:
         """``/v1/pion/stats``; an engine that was unloaded is not loaded to be asked."""
@@ -175,7 +178,10 @@ class _Forwarded:
         try:
             async with self.supervisor.lease() as engine:
                 asked = engine.get(self.path) if self.method == "GET" else self._post(engine)
-                answered: Response = JSONResponse((await asked).json())
+                answer = await asked
+                if answer.status == 404 and self.path.startswith("/v1/pion/"):
+                    raise ApiError(501, f"this engine does not know {self.path}")
+                answered: Response = JSONResponse(answer.json())
         except ApiError as error:
             scope[RECORD].note = error.message
             answered = error_response(error, shape_of(scope["path"]))
@@ -183,6 +189,19 @@ class _Forwarded:
 
     def _post(self, engine: EngineClient) -> Coroutine[Any, Any, Answer]:
         return engine.post(self.path, self.body)
+
+
+def _model_entry(name: str) -> Json:
+    """A model in the words of both APIs."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "pion-vllm-mlx",
+        "type": "model",
+        "display_name": name,
+        "created_at": "1970-01-01T00:00:00Z",
+    }
 
 
 def build(front: Front, door: Door) -> Gate:

@@ -36,11 +36,15 @@ class EngineFailed(PionError):
 
 @dataclass(frozen=True)
 class EngineCommand:
-    """How to start an engine: ``python -m module arguments``; ``tenant`` whose prefixes."""
+    """How to start an engine: ``python -m module arguments``.
+
+    ``tenant``: whose prefixes it stores; ``model``: what it is called until it says itself.
+    """
 
     module: str
     arguments: tuple[str, ...] = ()
     tenant: str = field(default="", repr=False)
+    model: str = "default_model"
 
 
 class EngineProcess:

@@ -28,7 +28,7 @@ class RequestRecord:
     note: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _EngineNumbers:
     """The numbers of the engine's last stats as gauges."""
 
@@ -80,10 +80,9 @@ class FrontMetrics:
 
     def render(self, engine: dict[str, float]) -> bytes:
         """The text of ``/metrics``; ``engine``: numbers to show beside the front's own."""
-        both = CollectorRegistry()
-        both.register(self.registry)
-        both.register(_EngineNumbers(engine))
-        return generate_latest(both)
+        numbers = CollectorRegistry()
+        numbers.register(_EngineNumbers(engine))
+        return generate_latest(self.registry) + generate_latest(numbers)
 
 
 def numbers_of(stats: dict[str, Any], prefix: str = "") -> dict[str, float]:

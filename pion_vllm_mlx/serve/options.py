@@ -59,7 +59,18 @@ class ServeOptions:
         """How to start the engine; ``module``: another than the chosen one's."""
         words = ["--log-level", self.log_level, *self.pion.to_arguments(), *self.engine_arguments]
         chosen = module or ENGINES[self.engine].module
-        return EngineCommand(chosen, tuple(words), tenant_of(self.api_key))
+        return EngineCommand(chosen, tuple(words), tenant_of(self.api_key), self._model())
+
+    def _model(self) -> str:
+        """What the engine's flags call the model, as far as that is plain."""
+        for word, following in zip(
+            self.engine_arguments, (*self.engine_arguments[1:], ""), strict=True
+        ):
+            if word == "--model" and following:
+                return following
+            if word.startswith("--model="):
+                return word.partition("=")[2]
+        return "default_model"
 
 
 def build_parser() -> argparse.ArgumentParser:

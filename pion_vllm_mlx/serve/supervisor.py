@@ -49,6 +49,7 @@ class Supervisor:
         self.command = command
         self.unload_after = unload_after
         self.counters = Counters()
+        self.model = command.model  # the engine knows it better, once there is one
         self._engine: EngineProcess | None = None
         self._starting: asyncio.Task[EngineProcess] | None = None
         self._idle: asyncio.Task[None] | None = None
@@ -150,6 +151,7 @@ class Supervisor:
             limit = None if self.unload_after is None else START_SECONDS
             engine = await start_engine(self.command, limit)
             self._engine = engine
+            self.model = engine.client.model or self.model
             self.counters.loads += 1
             log.info("engine ready: pid %d, model %s", engine.pid, engine.client.model or "?")
             self._run(self._watch(engine))

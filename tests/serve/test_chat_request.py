@@ -1,0 +1,116 @@
+"""Chat and completion requests are checked before the engine sees them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pion_vllm_mlx.serve.api_errors import ApiError
+from pion_vllm_mlx.serve.chat_request import chat_body, completion_body, streamed
+from pion_vllm_mlx.serve.checks import parse_object
+from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
+
+Json = dict[str, Any]
+HI = {"role": "user", "content": "hi"}
+HEADER = "x-anthropic-billing-header: 1"
+
+
+def test_any_model_name_is_the_one_model() -> None:
+    assert chat_body({"model": "gpt-9", "messages": [HI]})["model"] == "default_model"
+    assert completion_body({"prompt": "x"})["model"] == "default_model"
+
+
+def test_system_messages_are_normalized_in_both_forms_and_others_are_not() -> None:
+    parts = [{"type": "text", "text": f"{HEADER}\na"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "system", "content": f"{HEADER}\nbe good"},
+        {"role": "developer", "content": parts},
+        {"role": "user", "content": HEADER},
+    ]
+    got = chat_body({"messages": messages})["messages"]
+    assert got[0] == {"role": "system", "content": "be good"}
+    assert got[1] == {"role": "system", "content": [{"type": "text", "text": "a"}, parts[1]]}
+    assert got[2] == messages[2]
+    kept = chat_body({"messages": messages}, normalize=False)["messages"]
+    assert kept[0] == messages[0]
+
+
+def test_what_the_engine_knows_passes_through_and_null_means_absent() -> None:
+    body = {"messages": [HI], "min_p": 0.1, "seed": 3, "temperature": None}
+    assert chat_body(body) == {
+        "model": "default_model",
+        "messages": [HI],
+        "min_p": 0.1,
+        "seed": 3,
+    }
+    assert streamed(body)["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["hi"]}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "robot"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text"),
+        ({"messages": [{**HI, "tool_calls": [{}]}]}, "tool_calls"),
+        ({"messages": [HI], "stream": 1}, "stream"),
+        ({"messages": [HI], "stream_options": "x"}, "stream_options"),
+        ({"messages": [HI], "n": 2}, "n must be 1"),
+        ({"messages": [HI], "stop": 5}, "stop"),
+        ({"messages": [HI], "tools": "x"}, "tools"),
+        ({"messages": [HI], "model": 5}, "model"),
+    ],
+)
+def test_a_wrong_chat_field_is_refused_by_its_name(body: Json, named: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        chat_body(body)
+    assert (refused.value.status, named in refused.value.message) == (400, True)
+
+
+@pytest.mark.parametrize("prompt", [None, 5, ["a", "b"], [1, 2]])
+def test_a_prompt_is_one_string(prompt: Any) -> None:
+    assert completion_body({"prompt": ["a"]})["prompt"] == "a"
+    with pytest.raises(ApiError, match="prompt"):
+        completion_body({"prompt": prompt})
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"\xff{}",
+        b'{"a": NaN}',
+        b'{"a": -Infinity}',
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"a": 1' + b"0" * 5000 + b"}",
+    ],
+)
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_object(raw)
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        PionFlags(),
+        PionFlags(host="::1", port=7, vquant="fp8", budget_gb=0.5, min_gain=0, enabled=False),
+        PionFlags(durable_tokens=64, resume=False, budget_gb=0),
+    ],
+)
+def test_the_engine_is_given_the_flags_that_serve_was_given(flags: PionFlags) -> None:
+    assert take_pion_flags([*flags.to_arguments(), "--model", "m"]) == (flags, ["--model", "m"])
+    assert PionFlags(host="::1").url == "tcp://[::1]:1974"
+    assert PionFlags(port=7).url == "tcp://127.0.0.1:7"
+    assert PionFlags().url == "embedded:"

@@ -1,0 +1,229 @@
+"""What the front refuses, in the shape and with the status that each API's clients expect."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from pion_vllm_mlx.serve.request_body import MAX_BODY_BYTES
+from tests.serve.front import Front, running_front
+
+KEY = "sk-pion-ünicode"
+POSTS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions", "/v1/responses")
+HI = {"max_tokens": 5, "messages": [{"role": "user", "content": "say hi"}], "input": "say hi"}
+
+
+@pytest.fixture(scope="module")
+def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """A front that wants a key."""
+    with running_front(tmp_path_factory.mktemp("locked"), "--api-key", KEY) as running:
+        yield running
+
+
+def kind(path: str, body: Any) -> str:
+    """The error's type, of a body in the shape that belongs to ``path``."""
+    if path.startswith("/v1/messages"):
+        assert body["type"] == "error"
+    else:
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    found: str = body["error"]["type"]
+    return found
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize("raw", [b"{", b"[]", b"\xff", b"", b'{"max_tokens": NaN}', b"[" * 99_999])
+def test_bad_json_is_a_400(front: Front, path: str, raw: bytes) -> None:
+    status, body = front.request(path, raw)
+    assert (status, kind(path, body)) == (400, "invalid_request_error")
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_a_huge_body_is_a_413_before_it_is_read(front: Front, path: str) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=30)
+    connection.putrequest("POST", path)
+    connection.putheader("Content-Length", str(MAX_BODY_BYTES + 1))
+    connection.endheaders()
+    answer = connection.getresponse()
+    body = json.loads(answer.read())
+    connection.close()
+    wanted = "request_too_large" if path.startswith("/v1/messages") else "invalid_request_error"
+    assert (answer.status, kind(path, body)) == (413, wanted)
+
+
+def test_a_body_that_never_ends_is_a_413(front: Front) -> None:
+    with socket.create_connection(("127.0.0.1", front.port), timeout=30) as raw:
+        raw.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        piece = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+        answer = b""
+        try:
+            for _ in range(MAX_BODY_BYTES // (1 << 20) + 64):
+                raw.sendall(piece)
+        except OSError:
+            pass  # refused and closed while we were still sending
+        try:
+            answer = raw.recv(64)
+        except OSError:
+            return
+    assert not answer or b" 413 " in answer
+
+
+def test_a_long_body_that_is_in_order_is_served(front: Front) -> None:
+    said = "say " + "x" * (1 << 20)
+    status, body = front.request(POSTS[2], {"messages": [{"role": "user", "content": said}]})
+    assert (status, len(body["choices"][0]["message"]["content"])) == (200, 1 << 20)
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/v1/messages/nothing", "/"])
+def test_an_unknown_path_is_a_404(front: Front, path: str) -> None:
+    status, body = front.request(path, {})
+    assert (status, kind(path, body)) == (404, "not_found_error")
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_a_wrong_method_is_a_405(front: Front, path: str) -> None:
+    status, body = front.request(path)
+    assert (status, kind(path, body)) == (405, "invalid_request_error")
+
+
+def test_the_supervisor_is_only_there_in_supervisor_mode(front: Front) -> None:
+    assert front.request("/v1/pion/supervisor")[0] == 404
+
+
+@pytest.mark.parametrize("path", POSTS)
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": f"Basic {KEY}"},
+        {"Authorization": "Bearer"},
+        {"x-api-key": ""},
+        {"x-api-key": KEY[:-1]},
+    ],
+)
+def test_without_the_key_there_is_a_401(locked: Front, path: str, headers: dict[str, str]) -> None:
+    latin = {name: value.encode().decode("latin-1") for name, value in headers.items()}
+    status, body = locked.request(path, HI, latin)
+    assert (status, kind(path, body)) == (401, "authentication_error")
+
+
+def test_the_key_opens_as_bearer_token_and_as_x_api_key(locked: Front) -> None:
+    wire = KEY.encode().decode("latin-1")
+    for headers in ({"Authorization": f"Bearer {wire}"}, {"x-api-key": wire}):
+        for path in POSTS:
+            assert locked.request(path, HI, headers)[0] == 200
+    for path in ("/metrics", "/v1/models", "/v1/pion/stats"):
+        assert locked.request(path)[0] == 401
+        assert locked.request(path, headers={"x-api-key": wire})[0] == 200
+    assert locked.request("/health")[0] == 200
+
+
+def test_the_sdks_send_the_key_where_it_is_looked_for(locked: Front) -> None:
+    wrong = "sk-other"
+    with anthropic.Anthropic(base_url=locked.url, api_key=wrong, max_retries=0) as claude:
+        with pytest.raises(anthropic.AuthenticationError):
+            claude.messages.create(model="c", max_tokens=5, messages=[])
+    with openai.OpenAI(base_url=f"{locked.url}/v1", api_key=wrong, max_retries=0) as gpt:
+        with pytest.raises(openai.AuthenticationError):
+            gpt.models.list()
+
+
+def test_the_key_is_neither_logged_nor_on_the_engines_command_line(locked: Front) -> None:
+    (pid,) = locked.engine_pids()
+    assert KEY.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert KEY not in locked.output()
+
+
+def test_nobody_else_can_ask_the_engine(front: Front) -> None:
+    (pid,) = front.engine_pids()
+    port = listening_port(pid)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", "/v1/models")
+    assert connection.getresponse().status == 401
+    connection.close()
+
+
+def listening_port(pid: int) -> int:
+    """The port of process ``pid``, whose sockets are among those of the system's table."""
+    import psutil
+
+    (found,) = [
+        entry.laddr.port
+        for entry in psutil.Process(pid).net_connections("tcp")
+        if entry.status == psutil.CONN_LISTEN
+    ]
+    return int(found)
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [
+        ("http://evil.example", 403),
+        ("http://localhost.evil.example", 403),
+        ("null", 403),
+        ("http://localhost:3000", 200),
+        ("http://127.0.0.1:8080", 200),
+    ],
+)
+def test_a_foreign_web_page_is_kept_out(front: Front, origin: str, status: int) -> None:
+    assert front.request("/v1/chat/completions", HI, {"Origin": origin})[0] == status
+
+
+def test_an_allowed_web_page_may_ask_and_read(tmp_path: Path) -> None:
+    with running_front(tmp_path, "--allowed-origins", "https://a.example") as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=30)
+        for method in ("OPTIONS", "GET"):
+            connection.request(method, "/v1/models", headers={"Origin": "https://a.example"})
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.status in (200, 204)
+            assert answer.headers["Access-Control-Allow-Origin"] == "https://a.example"
+        connection.close()
+        assert running.request("/v1/models", headers={"Origin": "https://b.example"})[0] == 403
+
+
+def test_no_pion_stats_say_disabled(tmp_path: Path) -> None:
+    with running_front(tmp_path, "--no-pion") as running:
+        assert running.request("/v1/pion/stats") == (200, {"pion": "disabled"})
+
+
+def test_explain_takes_any_apis_body_and_none_at_all(front: Front) -> None:
+    status, answer = front.request("/v1/pion/explain")
+    assert (status, answer["asked"]) == (200, {})
+    status, answer = front.request("/v1/pion/explain?api=messages", HI)
+    assert answer["asked"]["messages"] == HI["messages"]
+    status, answer = front.request("/v1/pion/explain?api=responses", {"input": "hi"})
+    assert answer["asked"]["messages"] == [{"role": "user", "content": "hi"}]
+    assert front.request("/v1/pion/explain?api=other", HI)[0] == 400
+
+
+def test_metrics_count_requests_tokens_and_the_engines_numbers(front: Front) -> None:
+    front.request("/v1/messages", HI)
+    status, body = front.request("/metrics")
+    text = body["text"]
+    assert status == 200
+    assert 'pion_requests_total{endpoint="/v1/messages",status="200"}' in text
+    assert 'pion_tokens_total{kind="cached"}' in text
+    assert "pion_engine_requests " in text
+    assert "pion_engine_loads 1.0" in text
+
+
+def test_each_request_is_one_log_line_and_a_path_cannot_forge_another(front: Front) -> None:
+    before = len(front.output().splitlines())
+    front.request("/v1/x%0aINFO%20forged", {})
+    front.request("/v1/chat/completions", HI)
+    lines = [line for line in front.output().splitlines()[before:] if " POST " in line]
+    assert len(lines) == 2
+    assert "\\n" in lines[0]
+    assert "reused=" in lines[1]
+    assert "computed=" in lines[1]
+    assert "tier=memory" in lines[1]
