@@ -21,6 +21,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
+from pion_vllm_mlx.cache import evaluation
 from pion_vllm_mlx.cache.completion import CompletionRecord, Run
 from pion_vllm_mlx.cache.lanes_codec import decode_rows, decode_tensors, run_bytes
 from pion_vllm_mlx.cache.leaf import Side, as_stored_bytes
@@ -61,11 +62,7 @@ _SIDES: tuple[Side, Side] = ("k", "v")
 
 
 def _tensors_of(path: str) -> dict[str, mx.array]:
-    """The lazy tensors of a safetensors file. Raises what MLX does, or StoreUnavailable.
-
-    On MLX's own stream: under CUDA the CPU's is faster, but the first use on the GPU then
-    costs more than that (1.07 GB to the first token on an H200: 287 ms, and 338 ms).
-    """
+    """The lazy tensors of a safetensors file. Raises what MLX does, or StoreUnavailable."""
     loaded = mx.load(path, format="safetensors")
     if not isinstance(loaded, dict):
         raise StoreUnavailable(f"{path} holds no tensors")
@@ -86,8 +83,7 @@ def load_mapped(client: StoreClient, wanted: Wanted) -> RunArrays:
     try:
         tensors = _Files(wanted.mapping)
         arrays = [(run, tensors.rows(run, wanted.leaf(run))) for run in wanted.record.runs]
-        # reading begins now, beside what the caller does before it waits for it
-        mx.async_eval([array for _, array in arrays])
+        evaluation.begin([array for _, array in arrays])
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise StoreUnavailable(f"KV.PREFIX.MAP answered something else: {error!r}") from error
     if wanted.verify_always:
@@ -120,7 +116,7 @@ def _load_exported(client: StoreClient, wanted: Wanted) -> RunArrays:
             raise StoreUnavailable(f"the exported file lacks {error}") from error
         _check(_wire_rows(tensors, run, 0), run)
         arrays.append((run, decode_tensors(tensors, run, heads)))
-    mx.eval([array for _, array in arrays])
+    evaluation.finish([array for _, array in arrays])
     return arrays
 
 

@@ -15,9 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import mlx.core as mx
-
-from pion_vllm_mlx.cache import inproc
+from pion_vllm_mlx.cache import evaluation, inproc
 from pion_vllm_mlx.cache.boundary import storage_leaves
 from pion_vllm_mlx.cache.boundary_settings import asked_format
 from pion_vllm_mlx.cache.completion import CompletionRecord, TokenIds
@@ -226,7 +224,7 @@ class Engine:
 
     def _evaluate(self, cache: list[Any]) -> None:
         if not self._options.switches.no_explicit_eval:
-            mx.eval(cache_arrays(cache))
+            evaluation.finish(cache_arrays(cache))
 
     def _share(self, request: Request, cache: list[Any], lane: str) -> None:
         """Keeps what crossed a socket, or what was mapped before, for this process.

@@ -1,0 +1,38 @@
+"""When the lazily loaded arrays of a mapped file are read.
+
+Under CUDA many large reads at a time slow each other down: 64 arrays, 1.08 GB, took an H200
+980 ms all at once and 360 ms one after the other; 270 MB took 85 ms either way. Elsewhere MLX
+reads several at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+#: more bytes than this are read array by array under CUDA.
+CUDA_AT_ONCE_BYTES = 200_000_000
+
+
+def begin(arrays: Sequence[mx.array]) -> None:
+    """Starts reading beside what the caller does before it calls ``finish``.
+
+    On the arrays' own stream: waiting on a GPU for what the CPU's stream was given so, hangs.
+    """
+    if not _one_at_a_time(arrays):
+        mx.async_eval(list(arrays))  # type: ignore[no-untyped-call]
+
+
+def finish(arrays: Sequence[mx.array]) -> None:
+    """Evaluates all. Raises RuntimeError for a file that cannot be read."""
+    if _one_at_a_time(arrays):
+        for array in arrays:
+            mx.eval(array)
+    else:
+        mx.eval(list(arrays))
+
+
+def _one_at_a_time(arrays: Sequence[mx.array]) -> bool:
+    on_cuda = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
+    return on_cuda and sum(array.nbytes for array in arrays) > CUDA_AT_ONCE_BYTES
