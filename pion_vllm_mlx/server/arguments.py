@@ -79,6 +79,16 @@ def options(args: Sequence[Arg], known: Mapping[str, int], where: str) -> dict[s
     return found
 
 
+def given_integer(given: Mapping[str, list[Arg]], name: str, low: int, high: int) -> int:
+    """The number behind an option, 0 when it was not given."""
+    return integer(given[name][0], name, low, high) if name in given else 0
+
+
+def given_word(given: Mapping[str, list[Arg]], name: str, otherwise: bytes = b"") -> bytes:
+    """The word behind an option, ``otherwise`` when it was not given."""
+    return word(given[name][0]) if name in given else otherwise
+
+
 def choice(arg: Arg, allowed: Sequence[str], what: str) -> str:
     """One of a few words, in any case."""
     text = word(arg).upper().decode("latin-1")

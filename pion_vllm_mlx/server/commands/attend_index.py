@@ -14,13 +14,13 @@ from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Reply, command
 from pion_vllm_mlx.server.memory.attend_index import IndexShape, value_format
 from pion_vllm_mlx.server.memory.nearest import attend_best
+from pion_vllm_mlx.server.memory_command import layer_of, on_name
 from pion_vllm_mlx.server.outbound import bulk_in_memory
 from pion_vllm_mlx.server.session import Context, Server
 from pion_vllm_mlx.wire.resp import Arg, Simple
 
 OK = Simple("OK")
 MAX_DIM = 65_535
-MAX_INDEX_LAYER = 65_535
 MAX_K = 4096
 _MAX_COUNT = (1 << 32) - 1
 
@@ -91,36 +91,30 @@ def _shape(args: list[Arg]) -> IndexShape:
     known = {"KQUANT": 1, "VQUANT": 1, "BOUNDARY": 1, "BOUNDARY_VQUANT": 1, "ROPE": 1}
     given = arguments.options(args[4:], known, where)
     names = {
-        option: arguments.word(given[option][0]).decode("latin-1") if option in given else "int8"
+        option: arguments.given_word(given, option, b"int8").decode("latin-1")
         for option in ("KQUANT", "VQUANT", "BOUNDARY_VQUANT")
     }
-    numbers = {
-        option: arguments.integer(given[option][0], option, 0, MAX_DIM) if option in given else 0
-        for option in ("BOUNDARY", "ROPE")
-    }
-    rope = numbers["ROPE"]
+    boundary, rope = (
+        arguments.given_integer(given, option, 0, MAX_DIM) for option in ("BOUNDARY", "ROPE")
+    )
     # keys are float32 whatever is asked for, but a name nobody knows is refused
     value_format(names["KQUANT"], key_dim, rope)
     return IndexShape(
         key_dim,
         value_dim,
         value_format(names["VQUANT"], value_dim, rope),
-        numbers["BOUNDARY"],
+        boundary,
         value_format(names["BOUNDARY_VQUANT"], value_dim, rope),
         rope,
     )
 
 
-@command(
+@on_name(
     "ATTEND.CREATE",
     -4,
     "Opens an index of keys and values; answers its slot.",
     syntax="sid k_dim v_dim [KQUANT format] [VQUANT format] [BOUNDARY boundary] "
     "[BOUNDARY_VQUANT format] [ROPE rope]",
-    kvcache=True,
-    keys=(1, 1),
-    tenant=True,
-    any_prefix=True,
     grows=True,
 )
 def attend_create(context: Context, args: list[Arg]) -> Reply:
@@ -134,21 +128,16 @@ def attend_create(context: Context, args: list[Arg]) -> Reply:
     return sum(one.slot < slot for name, one in index.sessions.items() if name.startswith(mine))
 
 
-@command(
+@on_name(
     "ATTEND.STORE",
     6,
     "Appends keys and values to a layer of an index.",
     syntax="sid layer count k_blob v_blob",
-    kvcache=True,
-    keys=(1, 1),
-    tenant=True,
-    any_prefix=True,
     grows=True,
     long_arguments=True,
 )
 async def attend_store(context: Context, args: list[Arg]) -> Reply:
-    sid = arguments.sid(args[1])
-    layer = arguments.integer(args[2], "layer", 0, MAX_INDEX_LAYER)
+    sid, layer = layer_of(args)
     count = arguments.integer(args[3], "count", 1, _MAX_COUNT)
     blobs = arguments.data(args[4]), arguments.data(args[5])
     context.charge(len(blobs[0]) + len(blobs[1]))
@@ -156,37 +145,27 @@ async def attend_store(context: Context, args: list[Arg]) -> Reply:
     return OK
 
 
-@command(
+@on_name(
     "ATTEND.FINALIZE",
     3,
     "Says that a layer of an index is complete.",
     syntax="sid layer",
-    kvcache=True,
-    keys=(1, 1),
-    tenant=True,
-    any_prefix=True,
 )
 async def attend_finalize(context: Context, args: list[Arg]) -> Reply:
-    sid = arguments.sid(args[1])
-    layer = arguments.integer(args[2], "layer", 0, MAX_INDEX_LAYER)
+    sid, layer = layer_of(args)
     await finalize_layer(context.server, sid, layer)
     return OK
 
 
-@command(
+@on_name(
     "ATTEND.QUERY",
     -5,
     "The value rows whose keys are nearest; WITHDIST appends their L2 distances.",
     syntax="sid layer k query_blob [WITHDIST]",
-    kvcache=True,
-    keys=(1, 1),
-    tenant=True,
-    any_prefix=True,
     long_arguments=True,
 )
 async def attend_query(context: Context, args: list[Arg]) -> Reply:
-    sid = arguments.sid(args[1])
-    layer = arguments.integer(args[2], "layer", 0, MAX_INDEX_LAYER)
+    sid, layer = layer_of(args)
     k = arguments.integer(args[3], "k", 1, MAX_K)
     given = arguments.options(args[5:], {"WITHDIST": 0}, "ATTEND.QUERY")
     rows, distances = await search(context.server, sid, layer, k, arguments.data(args[4]))

@@ -93,8 +93,8 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
     dim = arguments.integer(args[2], "kv_dim", 1, 65536)
     requested = _vquant(args[3], where)
     given = arguments.options(args[4:], _REGISTER_OPTIONS, where)
-    prefill = _optional(given, "PREFILL_MS", 0, MAX_PREFILL_MS)
-    heads = _optional(given, "HEADS", 1, 1024)
+    prefill = arguments.given_integer(given, "PREFILL_MS", 0, MAX_PREFILL_MS)
+    heads = arguments.given_integer(given, "HEADS", 1, 1024)
     specs = parse_leaves(given["LEAVES"][0]) if "LEAVES" in given else ({}, {})
     table = parse_blocks(given["BLOCKS"]) if "BLOCKS" in given else None
     fmt = resolve(requested, dim).name
@@ -108,11 +108,6 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
     if table is not None:
         effects += blocks_effect(context, namespace, table, effects)
     return Effect(effects, OK)
-
-
-def _optional(given: Mapping[str, list[Arg]], name: str, low: int, high: int) -> int:
-    """The number behind an option, 0 when it was not given."""
-    return arguments.integer(given[name][0], name, low, high) if name in given else 0
 
 
 def _lives_here(context: Context, namespace: bytes, table: BlockTable | None) -> bool:
@@ -158,8 +153,8 @@ def _missing(context: Context, creates: list[Create]) -> list[Record]:
 def kv_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
     namespace = arguments.sid(args[1])
     given = arguments.options(args[2:], {"TOKENS": 1, "PREFILL_MS": 1}, "KV.PREFIX.LOOKUP")
-    prefill = _optional(given, "PREFILL_MS", 0, MAX_PREFILL_MS)
-    tokens = _optional(given, "TOKENS", 0, 1 << 40) if "TOKENS" in given else -1
+    prefill = arguments.given_integer(given, "PREFILL_MS", 0, MAX_PREFILL_MS)
+    tokens = arguments.given_integer(given, "TOKENS", 0, 1 << 40) if "TOKENS" in given else -1
     sides = context.sides(namespace)
     directory, ledger = context.server.directory, context.server.ledger
     elsewhere = directory.elsewhere(namespace) if not sides else None

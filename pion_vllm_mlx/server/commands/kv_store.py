@@ -44,11 +44,8 @@ def kv_store(context: Context, args: list[Arg]) -> Reply:
     vector = embedding(arguments.data(args[2]))
     blob = arguments.data(args[3])
     given = arguments.options(args[4:], {"TTL": 1, "MODEL": 1}, "KV.STORE")
-    ttl, model = 0, b""
-    if "TTL" in given:
-        ttl = arguments.integer(given["TTL"][0], "TTL", 0, MAX_TTL_SECONDS)
-    if "MODEL" in given:
-        model = arguments.word(given["MODEL"][0])
+    ttl = arguments.given_integer(given, "TTL", 0, MAX_TTL_SECONDS)
+    model = arguments.given_word(given, "MODEL")
     context.server.memory.semantic.store(cache_id, vector, blob, ttl, model)
     return OK
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Reply, command
 from pion_vllm_mlx.server.memory.state_slots import MAX_SLOT_BYTES, MAX_SLOTS, Slot
+from pion_vllm_mlx.server.memory_command import on_name
 from pion_vllm_mlx.server.outbound import bulk_in_memory
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.wire.resp import Arg, Simple
@@ -15,24 +16,19 @@ _SHORT_COPY_BYTES = 1 << 20
 _INT64 = 1 << 63
 
 
-@command(
+@on_name(
     "STATE.ALLOC",
     -3,
     "Makes a slot of so many zero bytes, fixed or a ring.",
     syntax="slot_id size [MODE (FIXED|RING)]",
-    kvcache=True,
-    keys=(1, 1),
-    tenant=True,
-    any_prefix=True,
     grows=True,
 )
 def state_alloc(context: Context, args: list[Arg]) -> Reply:
     slot_id = arguments.sid(args[1])
     size = arguments.integer(args[2], "size", 1, MAX_SLOT_BYTES)
     given = arguments.options(args[3:], {"MODE": 1}, "STATE.ALLOC")
-    mode = "FIXED"
-    if given:
-        mode = arguments.choice(given["MODE"][0], ("FIXED", "RING"), "STATE.ALLOC: MODE")
+    words = given.get("MODE", [b"FIXED"])
+    mode = arguments.choice(words[0], ("FIXED", "RING"), "STATE.ALLOC: MODE")
     if context.server.shares is not None:
         context.server.shares.check_slot(slot_id)
     context.charge(size)
@@ -47,15 +43,11 @@ def _place(context: Context, args: list[Arg], length: int) -> tuple[Slot, int]:
     return slot, slot.place(offset, length)
 
 
-@command(
+@on_name(
     "STATE.WRITE",
     4,
     "Overwrites bytes of a slot; a ring wraps.",
     syntax="slot_id offset blob",
-    kvcache=True,
-    keys=(1, 1),
-    tenant=True,
-    any_prefix=True,
     grows=True,
     long_arguments=True,
 )
@@ -70,15 +62,11 @@ async def state_write(context: Context, args: list[Arg]) -> Reply:
     return len(data)
 
 
-@command(
+@on_name(
     "STATE.READ",
     4,
     "Bytes of a slot; a ring wraps.",
     syntax="slot_id offset length",
-    kvcache=True,
-    keys=(1, 1),
-    tenant=True,
-    any_prefix=True,
 )
 async def state_read(context: Context, args: list[Arg]) -> Reply:
     length = arguments.integer(args[3], "length", 1, _INT64 - 1)
@@ -91,15 +79,11 @@ async def state_read(context: Context, args: list[Arg]) -> Reply:
     return bulk_in_memory([copy])
 
 
-@command(
+@on_name(
     "STATE.FREE",
     2,
     "Forgets a slot.",
     syntax="slot_id",
-    kvcache=True,
-    keys=(1, 1),
-    tenant=True,
-    any_prefix=True,
 )
 def state_free(context: Context, args: list[Arg]) -> Reply:
     return int(context.server.memory.states.free(arguments.sid(args[1])))
