@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -10,12 +11,14 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.conftest import free_port_block
 from tests.recovery.driving import Driver, Word
 from tests.recovery.hasty import Starter
-from tests.recovery.material import noise, open_sealed, register
+from tests.recovery.material import noise, open_sealed, register, sealed_tensors
 from tests.server.wire import Wire
 
 KILLS, COUNT, WIDE = 25, 64, 1024
@@ -76,6 +79,37 @@ class Client:
                             "V.FETCH", name + side, *place, "FMT", "STORED", "LAYOUT", "HND"
                         )
                         assert found == block(side, layer, position, seed), (name, position)
+        for name in self.dice.sample(sorted(self.known), min(2, len(self.known))):
+            # a file may go before it is opened; what was opened stays
+            while not self.mapped_right(wire, name):
+                pass
+
+    def mapped_right(self, wire: Wire, name: str) -> bool:
+        """Compare the files that MAP names; False when one of them is gone."""
+        answer = wire.ask("KV.PREFIX.MAP", name)
+        assert isinstance(answer, bytes), answer
+        seen = 0
+        for segment in json.loads(answer)["segments"]:
+            try:
+                tensors = sealed_tensors(Path(segment["path"]))
+            except FileNotFoundError:
+                return False
+            for entry in segment["tensors"]:
+                rows = self.rows(name, "_p" + entry["side"], entry["layer"])
+                data = np.frombuffer(tensors[entry["name"]], np.uint8).reshape(2, -1, WIDE)
+                count = entry["end"] - entry["start"]
+                shown = data[:, entry["row"] : entry["row"] + count]
+                assert np.array_equal(shown, rows[:, entry["start"] : entry["end"]]), entry
+                seen += count
+        assert seen == 4 * COUNT * len(self.known[name])
+        return True
+
+    def rows(self, name: str, side: str, layer: int) -> NDArray[np.uint8]:
+        """What a layer holds: two heads, rows, bytes of one head's share."""
+        blocks = [block(side, layer, at, seed) for at, seed in enumerate(self.known[name])]
+        return np.concatenate(
+            [np.frombuffer(one, np.uint8).reshape(2, COUNT, WIDE) for one in blocks], axis=1
+        )
 
 
 def started(starter: Starter, port: int, log: Path, folder: Path) -> int:
