@@ -200,38 +200,3 @@ def test_shapes_that_do_not_fit_are_refused(server: RunningServer, attend: Atten
     with pytest.raises(ConfigError, match="2 keys and 3 values"):
         manager = attend("x")
         manager.store_prefill_kv(3, np.ones((2, H_KV * D)), np.ones((3, H_KV * D)))
-
-
-def test_a_torch_layer_attends_to_both_and_leaves_other_layers_alone(
-    server: RunningServer,
-) -> None:
-    torch = pytest.importorskip("torch")
-    from pion_vllm_mlx.cache.externalized_torch import patch_model_for_externalized_attention
-
-    class Attention(torch.nn.Module):  # type: ignore[misc, name-defined]
-        def forward(self, query: object, cache: object = None, mask: object = None) -> object:
-            return "original"
-
-    class Layer(torch.nn.Module):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.self_attn = Attention()
-
-    class Model(torch.nn.Module):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.ModuleList([Layer() for _ in range(4)])
-
-    model = Model()
-    manager = patch_model_for_externalized_attention(model, config(server, "torch"))
-    layer = model.layers[3].self_attn
-    q, k, v = made(60, seed=8)
-    query = torch.from_numpy(q.reshape(1, -1))
-    assert model.layers[2].self_attn(query) == "original"
-    assert layer(query) == "original"
-    assert layer.is_external
-    assert layer.store_kv(torch.from_numpy(k[:40].reshape(40, -1)), v[:40].reshape(40, -1))
-    local = tuple(torch.from_numpy(part[40:].reshape(20, -1)) for part in (k, v))
-    out = layer(query, key_value_cache=local).numpy().reshape(H_Q, D)
-    np.testing.assert_allclose(out, reference(q, k, v)[0], atol=2e-4)
-    manager.close()

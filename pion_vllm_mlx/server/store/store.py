@@ -104,6 +104,7 @@ class Store:
             config.max_sessions,
             pins,
         )
+        self.space.disk_bytes()  # looks at every file, while nobody waits
         self.vstore_wal = found.vstore_wal
         self.ssm_wal = found.ssm_wal
         self.replayed = Replayed(found.vstore_replayed, found.ssm_replayed, found.notes)

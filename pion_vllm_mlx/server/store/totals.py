@@ -31,6 +31,7 @@ class Totals:
         self._sums = Sums()
         self._changed: set[bytes] = set()
         self.changed(state.sessions)
+        self.sums()  # while nobody waits
 
     def changed(self, sids: Iterable[bytes]) -> None:
         """Take note of sessions that came, went or got other rows."""
