@@ -208,12 +208,12 @@ class PionStore:
         """Connect to a worker's own port; to the shared one when that is out of reach."""
         timeout, old = self._client.timeout, self._client
         self.redirect_count += 1
-        self._client = RespClient(self.host, self.port, timeout)
+        self._client = old.at(self.host, self.port, timeout)
         port = self.port + AFFINITY_OFFSET + worker
         if port < 1 << 16:
-            probe = RespClient(self.host, port, REDIRECT_SECONDS)
+            probe = old.at(self.host, port, REDIRECT_SECONDS)
             if probe.ping():
-                self._client = RespClient(self.host, port, timeout)
+                self._client = old.at(self.host, port, timeout)
             probe.close()
         old.close()
 

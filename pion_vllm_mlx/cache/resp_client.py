@@ -35,6 +35,7 @@ class RespClient:
         self.host = host
         self.port = port
         self.timeout = timeout
+        self._password = password
         self._connection = RespConnection(
             Address(host, port), deadline_seconds=timeout, password=password
         )
@@ -44,6 +45,10 @@ class RespClient:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def at(self, host: str, port: int, timeout: float) -> RespClient:
+        """A client of another address, with the same password."""
+        return RespClient(host, port, timeout, self._password)
 
     def close(self) -> None:
         """Close the socket; the next command opens a new one."""

@@ -162,12 +162,13 @@ class Door:
 class _Known:
     """What the server said about itself: ``socket`` is that of all workers, empty for none.
 
-    ``own_port`` is the one of the worker that answered.
+    ``own_port`` is the one of the worker that answered, which is number ``worker``.
     """
 
     workers: int = 1
     tcp_port: int = 0
     own_port: int = 0
+    worker: int = 0
     socket: str = ""
 
 
@@ -218,7 +219,7 @@ class Endpoint:
         return self._known.workers if self._known is not None else 1
 
     def door_of(self, worker: int) -> Door:
-        """The door of one worker of several."""
+        """The door of one worker of several. Raises StoreUnavailable where none can be found."""
         address = self._address_of(worker)
         known = self._ways.get(worker)
         if known is not None and known[1].address == address:
@@ -282,6 +283,7 @@ class Endpoint:
             workers=_number(fields, "workers", 1),
             tcp_port=_number(fields, "tcp_port", 0),
             own_port=_number(fields, "affinity_port", 0),
+            worker=_number(fields, "worker_id", 0),
         )
         if connection.address.path is not None:
             known.socket = connection.address.path
@@ -307,11 +309,16 @@ class Endpoint:
         return True
 
     def _address_of(self, worker: int) -> Address:
-        """A worker's own Unix socket beside that of all, else its own port."""
+        """A worker's own Unix socket beside that of all, else its own port.
+
+        Raises StoreUnavailable where its port can be any one.
+        """
         known, shared = self._known or _Known(), self._place.address or Address()
         path = f"{known.socket}.{worker}"
         if known.socket and _is_own_socket(path):
             return Address(path=path)
+        if known.own_port != known.tcp_port + AFFINITY_OFFSET + known.worker:
+            raise StoreUnavailable(f"the port of worker {worker} cannot be known: -p 0")
         port = shared.port
         if shared.path is not None or port == known.own_port:
             port = known.tcp_port

@@ -220,6 +220,29 @@ def test_a_same_host_client_uses_each_worker_s_unix_socket(
     assert used == {f"{socket}.{worker}" for worker in range(WORKERS)}
 
 
+@pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
+def test_workers_on_ports_that_cannot_be_known_are_found_by_their_sockets_or_not_at_all(
+    tmp_path: Path, model: Any, wanted: list[bytes], unix: bool
+) -> None:
+    (tmp_path / "data").mkdir(mode=0o700)
+    command = [sys.executable, "-m", "pion_vllm_mlx", "server", "--kvcache", "-p", "0"]
+    command += ["--dir", str(tmp_path / "data"), *flags(2)]
+    command += ["--unixsocket", str(tmp_path / "socket")] if unix else []
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        lines = iter(server.stdout.readline, "")
+        ready = next(line for line in lines if " ready on " in line)
+        port = int(ready.rpartition(":")[2])
+        with PionPromptCache(model, port=port) as pion:
+            lanes = [ask(pion, model, "anywhere", wanted) for _ in range(2)]
+            assert lanes == ["none", "mapped" if unix else "none"]
+            assert unix or "cannot be known" in str(pion.last_miss_reason)
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
+
+
 def test_a_killed_worker_s_prefixes_hit_again_in_old_and_new_clients(
     own: RunningServer, model: Any, wanted: list[bytes], lane: str
 ) -> None:

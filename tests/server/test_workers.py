@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pion_vllm_mlx.cache.pion_store import PionStore
+from pion_vllm_mlx.cache.resp_client import RespClient
 from pion_vllm_mlx.server.lineage import block_hashes
 from tests.conftest import RunningServer, free_port_block
 from tests.server.wire import Refusal, Wire, request
@@ -240,6 +241,34 @@ def test_a_lineage_lives_on_one_worker_and_the_others_say_which(workers: Running
     assert ask(workers, 1, "KV.PREFIX.REGISTER", "pps0123abs2", 4, "fp16") == "OK"
     assert ask(workers, 1, "KV.PREFIX.DROP", "pps0123abs1", "pps0123abs2") == 2
     assert ask(workers, 2, "KV.PREFIX.LONGEST", index, tokens) == miss
+
+
+def test_a_redirected_store_keeps_its_password(tmp_path: Path) -> None:
+    server = start(tmp_path / "data", "--requirepass", "secret")
+    rows = np.arange(2 * 3 * 4, dtype=np.float32).reshape(2, 3, 4)
+
+    def stores() -> list[PionStore]:
+        """One connected to each worker, all knowing the shared port."""
+        return [
+            PionStore(
+                port=server.port,
+                vquant="fp32",
+                client=RespClient(port=server.port + 2 + worker, password="secret"),
+            )
+            for worker in range(WORKERS)
+        ]
+
+    try:
+        writers = stores()
+        writers[1].store_prefix("locked", rows, -rows)
+        for worker, store in enumerate(stores()):
+            assert np.array_equal(store.fetch_prefix("locked", 2, 3, 4)[0], rows)
+            assert store.redirect_count == int(worker != 1)
+            store.close()
+        for store in writers:
+            store.close()
+    finally:
+        server.stop()
 
 
 def test_every_worker_has_a_unix_socket_of_its_own(tmp_path: Path) -> None:
