@@ -16,7 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, CompletionRecord, Run, TokenIds
+from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, CompletionRecord, Run
 from pion_vllm_mlx.cache.lanes import (
     LANE_ERRORS,
     LANES,
@@ -31,7 +31,7 @@ from pion_vllm_mlx.cache.leaf import Side, dtype_of
 from pion_vllm_mlx.cache.lineage.client import LineageClient
 from pion_vllm_mlx.cache.lineage.counters import Counters
 from pion_vllm_mlx.cache.lineage.coverage import joined, latest_point
-from pion_vllm_mlx.cache.lineage.records import covered, proved, pruned, runs_for
+from pion_vllm_mlx.cache.lineage.records import Claim, covered, links, proved, pruned, runs_for
 from pion_vllm_mlx.cache.lineage.shape import (
     Shape,
     Slot,
@@ -148,19 +148,22 @@ class Reader:
         if match.checkpoint is not None:
             commands.append(("SSM.PREFIX.FETCH", match.checkpoint.sid, COMPLETION_LAYER))
         replies = self._client.pipeline(match.chain[0].namespace, commands)
+        keys = links(identity, match.tokens, [piece.base for piece in match.chain])
         found = []
-        for index, piece in enumerate(match.chain):
+        for index, (piece, key) in enumerate(zip(match.chain, keys, strict=True)):
             reply, *mapping = replies[index * (1 + mapped) : (index + 1) * (1 + mapped)]
             blob = _blob(reply)
+            claim = Claim(key, match.tokens[: piece.end], piece.base, piece.namespace)
             with _blaming(piece.segment, blob):
-                record = _record(blob, identity, match.tokens[: piece.end], piece.namespace)
+                record = _record(blob, claim)
             files = mapping_of(mapping[0]) if mapping else None
             found.append(_Proved(piece, blob or b"", record, files))
         if match.checkpoint is None:
             return found, None
-        length, sid = match.checkpoint.length, match.checkpoint.sid
-        with _blaming(found[-1].piece.segment, found[-1].blob):
-            record = _record(_blob(replies[-1]), identity, match.tokens[:length], sid, whole=True)
+        length, last = match.checkpoint.length, found[-1].piece
+        claim = Claim(keys[-1], match.tokens[:length], last.base, match.checkpoint.sid)
+        with _blaming(last.segment, found[-1].blob):
+            record = _record(_blob(replies[-1]), claim, whole=True)
         return found, record
 
     def _provable(self, match: Match, pieces: Sequence[_Proved]) -> int:
@@ -201,18 +204,12 @@ def _blob(reply: Any) -> bytes | None:
     return reply if isinstance(reply, bytes) else None
 
 
-def _record(
-    blob: bytes | None,
-    identity: dict[str, Any],
-    tokens: TokenIds,
-    what: str,
-    *,
-    whole: bool = False,
-) -> CompletionRecord:
-    """The record that proves all of ``tokens``. Raises DamagedData."""
-    proof = proved(blob, identity, tokens, what)
-    if proof.shared < tokens.size or (whole and proof.record.ids.size != tokens.size):
-        raise DamagedData(f"{what}: its record is of other tokens")
+def _record(blob: bytes | None, claim: Claim, *, whole: bool = False) -> CompletionRecord:
+    """The record that proves all tokens of a claim. Raises DamagedData."""
+    proof = proved(blob, claim)
+    size = claim.tokens.size
+    if proof.shared < size or (whole and claim.base + proof.record.ids.size != size):
+        raise DamagedData(f"{claim.what}: its record is of other tokens")
     return proof.record
 
 

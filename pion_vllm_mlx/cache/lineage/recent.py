@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass, field
 
 from pion_vllm_mlx.cache.completion import TokenIds
-from pion_vllm_mlx.cache.lineage.blocks import common_tokens
+from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS, common_tokens
 from pion_vllm_mlx.cache.lineage.capture import Since
 
 MOST_PROMPTS = 16
@@ -47,15 +47,17 @@ class Recent:
 
     def since(self, tokens: TokenIds) -> tuple[Since, bool]:
         """From where on the caches of ``tokens`` are new, and whether their state is known."""
-        best, known = Since(), False
+        rows, fresh, known = 0, 0, False
         with self._lock:
             for entry in self._entries:
                 shared = common_tokens(entry.tokens, tokens)
-                rows, fresh = min(entry.rows, shared), min(entry.fresh, shared)
-                if rows > best.rows:
-                    best = Since(rows, fresh)
+                rows = max(rows, min(entry.rows, shared))
+                if shared == min(entry.tokens.size, tokens.size):  # the same request, by its last
+                    fresh = min(entry.fresh, shared)
                 known = known or (shared == tokens.size and tokens.size in entry.points)
-        return best, known
+        if rows < FIRST_TOKENS:  # nothing is found by fewer: it would be a tree of its own
+            rows = 0
+        return Since(rows, min(rows, fresh)), known
 
     def forget(self, tokens: TokenIds) -> None:
         """Nothing is known any more of what begins like this prompt."""

@@ -1,13 +1,15 @@
 """Completion records of segments and checkpoints: what proves a hit over a chain.
 
-Each segment has one under its namespace: the key, all token ids from the root to its end,
-and the checksum of every run; runs count rows from the segment's base. A checkpoint has one
-under ``<namespace>@<length>``: key, ids, the metadata of every slot at that length, and the
-checksums of its states.
+Each segment has one under its namespace: the key, its token ids, and the checksum of every
+run; ids and runs count from the segment's base. What lies before the base is named in the key
+by its length and a 256-bit digest of its ids: the ids themselves are compared in the records
+of the segments that own them. A checkpoint has a record under ``<namespace>@<length>``: key,
+ids from the base on, the metadata of every slot at that length, the checksums of its states.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +18,12 @@ import numpy as np
 
 from pion_vllm_mlx.cache.completion import CompletionRecord, Run, TokenIds
 from pion_vllm_mlx.cache.identity_names import first_difference
+from pion_vllm_mlx.cache.lineage.blocks import common_tokens
 from pion_vllm_mlx.cache.lineage.coverage import Ranges, Window, merged
 from pion_vllm_mlx.cache.lineage.shape import window_leaves
 from pion_vllm_mlx.errors import DamagedData
+
+Identity = dict[str, Any]
 
 
 def checkpoint_sid(namespace: str, length: int) -> str:
@@ -26,32 +31,55 @@ def checkpoint_sid(namespace: str, length: int) -> str:
     return f"{namespace}@{length}"
 
 
+def links(identity: dict[str, Any], tokens: TokenIds, bases: Iterable[int]) -> list[Identity]:
+    """The key of what begins at each of the ascending ``bases`` of a prompt."""
+    raw = np.ascontiguousarray(tokens, "<u4").data.cast("B")
+    digest = hashlib.blake2b(digest_size=32)
+    found, at = [], 0
+    for base in bases:
+        digest.update(raw[4 * at : 4 * base])
+        at = base
+        before = {"base": base, "prefix": digest.hexdigest()}
+        found.append({**identity, "lineage": before} if base else identity)
+    return found
+
+
+def link(identity: dict[str, Any], tokens: TokenIds, base: int) -> Identity:
+    """The key of what begins at ``base`` of a prompt."""
+    return links(identity, tokens, [base])[0]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a record has to be of: a key, and a prompt from ``base`` on. ``what`` names it."""
+
+    key: Identity
+    tokens: TokenIds
+    base: int
+    what: str
+
+
 @dataclass(frozen=True)
 class Proof:
-    """A record that belongs to a key and to the first tokens of a prompt.
-
-    ``shared`` tokens of the prompt are those of the record.
-    """
+    """A record that belongs to a key; ``shared`` tokens of the prompt agree with it."""
 
     record: CompletionRecord
     shared: int
 
 
-def proved(blob: bytes | None, identity: dict[str, Any], tokens: TokenIds, what: str) -> Proof:
+def proved(blob: bytes | None, claim: Claim) -> Proof:
     """The record in ``blob``, as far as it is of this prompt.
 
     Raises DamagedData where there is none, where it does not verify, or where it is of another
     key; NewerFormat.
     """
     if blob is None:
-        raise DamagedData(f"{what}: its completion record is gone")
+        raise DamagedData(f"{claim.what}: its completion record is gone")
     record = CompletionRecord.decode(blob)
-    differing = first_difference(record.identity, identity)
+    differing = first_difference(record.identity, claim.key)
     if differing is not None:
-        raise DamagedData(f"{what}: key field {differing} differs")
-    count = min(record.ids.size, tokens.size)
-    unequal = np.flatnonzero(record.ids[:count] != tokens[:count])
-    return Proof(record, int(unequal[0]) if unequal.size else count)
+        raise DamagedData(f"{claim.what}: key field {differing} differs")
+    return Proof(record, claim.base + common_tokens(record.ids, claim.tokens[claim.base :]))
 
 
 def runs_for(

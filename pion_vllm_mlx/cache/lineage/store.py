@@ -205,7 +205,9 @@ class LineageStore:
         except UnsupportedCache as error:
             self._refused(error)
             return False
-        job = Job(ids, kind, captured, self._key.identity, self._key.names, self._anchor_of(ids))
+        anchor = self._anchor_of(ids)
+        anchor = anchor if since.rows < anchor else 0  # else it is stored, or inside of something
+        job = Job(ids, kind, captured, self._key.identity, self._key.names, anchor)
         task = Task(lambda: self._write(job), lambda error: self._failed(job, error),
                     captured.num_bytes)  # fmt: skip
         if not self._background.put(task):

@@ -33,7 +33,14 @@ from pion_vllm_mlx.cache.lineage.index import Found, Index, Names, Segment
 from pion_vllm_mlx.cache.lineage.locks import PATIENCE_SECONDS, TreeLock, acquire, release
 from pion_vllm_mlx.cache.lineage.policy import thinned
 from pion_vllm_mlx.cache.lineage.publish import Change, Publisher
-from pion_vllm_mlx.cache.lineage.records import checkpoint_sid, proved, within, without_overlap
+from pion_vllm_mlx.cache.lineage.records import (
+    Claim,
+    checkpoint_sid,
+    link,
+    proved,
+    within,
+    without_overlap,
+)
 from pion_vllm_mlx.cache.lineage.shape import window_leaves
 from pion_vllm_mlx.cache.lineage.types import Checkpoint, KeepKind
 from pion_vllm_mlx.cache.store_client import Registration
@@ -140,7 +147,7 @@ class Writer:
         does not verify.
         """
         targets = [
-            _Target(segment, None, segment.end)
+            _Target(_pinned(job, segment), None, segment.end)
             for segment in found.chain
             if self._amends(job, segment, found)
         ]
@@ -171,7 +178,7 @@ class Writer:
         end = _end_in(segment, found)
         if self._owns_checkpoint(job, segment, end):
             return True
-        if job.kind == "anchor" and segment.end == job.tokens.size and segment.kind != "anchor":
+        if _pinned(job, segment) != segment:
             return True
         return any(
             without(clipped(held, segment.base, end), segment.windows.get(window, ()))
@@ -191,7 +198,7 @@ class Writer:
         namespace = job.names.namespace(segment.number)
         blob = self._client.record(namespace)
         try:
-            proof = proved(blob, job.identity, job.tokens, f"segment {namespace}")
+            proof = proved(blob, _claim(job, segment))
         except NewerFormat as error:
             raise Lost(str(error)) from error
         if proof.shared < _end_in(segment, found):
@@ -285,7 +292,11 @@ class Writer:
             blobs.append((slot, blob, sums[-1].crc))
         sent = self._client.store_states_at(namespace, sid, blobs)
         record = CompletionRecord(
-            job.identity, job.tokens, job.captured.slots, _leaves_json(job.captured), [], sums
+            link(job.identity, job.tokens, segment.base),
+            job.tokens[segment.base :],
+            job.captured.slots,
+            _leaves_json(job.captured),
+            states=sums,
         )
         sent += self._store_record(namespace, sid, record)
         others = [one for one in segment.checkpoints if one.length != length]
@@ -297,8 +308,8 @@ class Writer:
         new = target.new_runs
         if target.record is None:
             return CompletionRecord(
-                job.identity,
-                job.tokens[: segment.end],
+                link(job.identity, job.tokens, segment.base),
+                job.tokens[segment.base : segment.end],
                 job.captured.slots,
                 _leaves_json(job.captured),
                 new,
@@ -309,7 +320,7 @@ class Writer:
         known = within(old.runs, target.was_end - segment.base)
         return replace(
             old,
-            ids=job.tokens[: segment.end],
+            ids=job.tokens[segment.base : segment.end],
             slots=job.captured.slots,
             runs=without_overlap(known, new),
         )
@@ -332,7 +343,7 @@ class Writer:
         for segment in reversed(found.chain):
             namespace = job.names.namespace(segment.number)
             try:
-                proved(self._client.record(namespace), job.identity, job.tokens, namespace)
+                proved(self._client.record(namespace), _claim(job, segment))
             except DamagedData:
                 publisher.remove(segment, None, with_kids=True)
 
@@ -346,6 +357,17 @@ def _up_to(job: Job, length: int) -> Job:
     ]
     captured = replace(job.captured, rows=rows, states={})
     return replace(job, tokens=job.tokens[:length], kind="anchor", captured=captured, anchor=0)
+
+
+def _pinned(job: Job, segment: Segment) -> Segment:
+    """The segment as an anchor, if it ends where an anchor was kept."""
+    ends_there = job.kind == "anchor" and segment.end == job.tokens.size
+    return replace(segment, kind="anchor") if ends_there else segment
+
+
+def _claim(job: Job, segment: Segment) -> Claim:
+    key = link(job.identity, job.tokens, segment.base)
+    return Claim(key, job.tokens, segment.base, f"segment {job.names.namespace(segment.number)}")
 
 
 def _end_in(segment: Segment, found: Found) -> int:

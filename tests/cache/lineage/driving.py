@@ -1,0 +1,134 @@
+"""A small engine over the lineage store, which counts the tokens it runs through a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from pion_vllm_mlx.cache.layers import cache_arrays
+from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore, Match
+from tests.conftest import RunningServer
+from tests.models import token_ids
+
+CHUNK = 64
+
+STATEFUL = ("qwen3_next", "qwen3_5", "mamba", "rwkv7", "falcon_h1")
+"""Families whose caches restore at checkpoints only."""
+
+#: families, and the two kinds of cache that are an engine's setting, as (family, kv_bits)
+KINDS = {
+    "plain": ("llama", None),
+    "window": ("gemma3_text", None),
+    "gated delta": ("qwen3_next", None),
+    "mamba": ("mamba", None),
+    "rwkv": ("rwkv7", None),
+    "quantized": ("llama", 8),
+    "latent": ("deepseek_v3", None),
+    "list": ("falcon_h1", None),
+}
+
+
+def url_of(server: RunningServer) -> str:
+    return f"tcp://127.0.0.1:{server.port}"
+
+
+def fresh_cache(model: Any, kv_bits: int | None = None) -> list[Any]:
+    """What an engine begins with."""
+    cache: list[Any] = make_prompt_cache(model)
+    if kv_bits is None:
+        return cache
+    return [
+        c.to_quantized(group_size=32, bits=kv_bits) if type(c).__name__ == "KVCache" else c
+        for c in cache
+    ]
+
+
+@dataclass
+class Turn:
+    """What became of one request."""
+
+    match: Match
+    reused: int
+    computed: int
+    reply: list[int]
+    logits: list[bytes]
+    kept: list[bool] = field(default_factory=list)
+    lane: str = ""
+
+
+class Engine:
+    """Runs prompts the way an engine does; ``store`` None is the one without a cache."""
+
+    def __init__(self, model: Any, store: LineageStore | None, kv_bits: int | None = None) -> None:
+        self.model = model
+        self.store = store
+        self.kv_bits = kv_bits
+        self.forwarded = 0
+
+    def forward(self, ids: list[int], cache: list[Any]) -> mx.array:
+        """The logits of the last token; counts."""
+        self.forwarded += len(ids)
+        logits = self.model(mx.array(ids)[None], cache=cache)[:, -1].astype(mx.float32)
+        mx.eval(logits, cache_arrays(cache))
+        return logits
+
+    def prefill(self, ids: list[int], start: int, end: int, cache: list[Any]) -> None:
+        for at in range(start, end, CHUNK):
+            self.forward(ids[at : min(at + CHUNK, end)], cache)
+
+    def turn(self, ids: list[int], reply: int = 4, anchor: int | None = None) -> Turn:
+        """One request: match, restore, prefill with cuts, keep, generate, keep."""
+        before = self.forwarded
+        match, cache, at, lane = Match(mx.zeros(0)), None, 0, ""
+        cuts: list[tuple[int, Any]] = []
+        kept: list[bool] = []
+        if self.store is not None:
+            match = self.store.match(ids)
+            restored = self.store.restore(match)
+            if restored is not None:
+                cache, at, lane = restored.caches, restored.length, restored.lane
+            cuts = [(c.position, c.kind) for c in self.store.cuts(ids, match, anchor)]
+        reused = at
+        cache = cache or fresh_cache(self.model, self.kv_bits)
+        for position, kind in [*cuts, (len(ids) - 1, "final")]:
+            if position < at:
+                continue
+            self.prefill(ids, at, position, cache)
+            at = position
+            if self.store is not None:
+                kept.append(self.store.keep(ids[:at], cache, kind))
+        tokens, logits = self.generate(ids[-1:], reply, cache)
+        done = [*ids, *tokens[:-1]]
+        if self.store is not None and reply > 1:
+            kept.append(self.store.keep(done, cache))
+        computed = self.forwarded - before - (reply - 1)
+        return Turn(match, reused, computed, tokens, logits, kept, lane)
+
+    def generate(
+        self, ids: list[int], count: int, cache: list[Any]
+    ) -> tuple[list[int], list[bytes]]:
+        """Greedy tokens after ``ids``, and the logits they came from."""
+        tokens: list[int] = []
+        seen: list[bytes] = []
+        for _ in range(count):
+            logits = self.forward(ids, cache)
+            seen.append(bytes(memoryview(logits)))
+            ids = [int(mx.argmax(logits, axis=-1).item())]
+            tokens += ids
+        return tokens, seen
+
+
+def open_store(model: Any, server: RunningServer, **options: Any) -> LineageStore:
+    return LineageStore(model, LineageOptions(url=url_of(server), **options))
+
+
+def kind_options(kv_bits: int | None) -> dict[str, Any]:
+    return {} if kv_bits is None else {"kv_bits": kv_bits, "kv_group_size": 32}
+
+
+def prompt(count: int, seed: int) -> list[int]:
+    """Token ids that share next to nothing with those of another seed."""
+    return token_ids(count, seed * 7919 + 1)
