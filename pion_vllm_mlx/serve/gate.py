@@ -67,10 +67,10 @@ class Door:
         return any(right)
 
 
-def _same(one: str, other: str) -> bool:
+def _same(given: str, key: str) -> bool:
+    """Whether a header's value is the key; headers are bytes, which starlette reads as latin-1."""
     return hmac.compare_digest(
-        hashlib.sha256(one.encode("utf-8", "replace")).digest(),
-        hashlib.sha256(other.encode("utf-8", "replace")).digest(),
+        hashlib.sha256(given.encode("latin-1")).digest(), hashlib.sha256(key.encode()).digest()
     )
 
 

@@ -1,0 +1,183 @@
+"""The whole way on a real model: the front over mlx-lm's own server and a tiny random model.
+
+What a random model says is noise, so these tests compare APIs with each other: the same prompt
+through each of them is the same prompt to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import openai
+import pytest
+
+from tests.serve.front import Front, running_front
+
+pytest.importorskip("mlx_lm")
+
+SYSTEM, SAID = "Be good and brief.", "What is a prefix?"
+MESSAGES: list[Any] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": SAID}]
+USER: list[Any] = MESSAGES[1:]
+HEADER = "x-anthropic-billing-header: cc_version=2.0; nonce="
+LIMIT = 24
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    """A front over mlx-lm's server."""
+    from tests.serve.tiny_folder import make_folder
+
+    folder = tmp_path_factory.mktemp("stock")
+    model = make_folder(folder / "llama")
+    with running_front(folder, "--model", str(model), engine="tests.serve.stock_engine") as front:
+        yield front
+
+
+@pytest.fixture
+def gpt(stock: Front) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{stock.url}/v1", api_key="x", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def claude(stock: Front) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=stock.url, api_key="x", max_retries=0) as client:
+        yield client
+
+
+def chat(gpt: openai.OpenAI, **more: Any) -> Any:
+    return gpt.chat.completions.create(
+        model="any", messages=MESSAGES, max_tokens=LIMIT, temperature=0, **more
+    )
+
+
+def test_every_api_says_the_same_streaming_and_not(
+    gpt: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
+    said = chat(gpt).choices[0].message.content
+    chunks = chat(gpt, stream=True)
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    asked: dict[str, Any] = {
+        "model": "any",
+        "system": SYSTEM,
+        "messages": USER,
+        "max_tokens": LIMIT,
+    }
+    message: Any = claude.messages.create(**asked)
+    with claude.messages.stream(**asked) as stream:
+        streamed_message = stream.get_final_text()
+    given: dict[str, Any] = {
+        "model": "any",
+        "instructions": SYSTEM,
+        "input": SAID,
+        "max_output_tokens": LIMIT,
+        "temperature": 0,
+    }
+    response = gpt.responses.create(**given)
+    with gpt.responses.stream(**given) as events:
+        streamed_response = events.get_final_response()
+    assert said
+    assert {
+        said,
+        streamed,
+        message.content[0].text,
+        streamed_message,
+        response.output_text,
+        streamed_response.output_text,
+    } == {said}
+    assert message.stop_reason == "max_tokens"
+    assert response.status == "incomplete"
+
+
+def test_usage_is_the_same_count_in_every_api(
+    gpt: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
+    chat(gpt)
+    usage = chat(gpt).usage
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    used = claude.messages.create(model="any", system=SYSTEM, messages=USER, max_tokens=LIMIT).usage
+    assert (used.input_tokens, used.cache_read_input_tokens) == (1, usage.prompt_tokens - 1)
+    assert used.output_tokens == usage.completion_tokens
+    counted = claude.messages.count_tokens(model="any", system=SYSTEM, messages=USER)
+    assert counted.input_tokens == usage.prompt_tokens
+
+
+def test_a_nonce_in_the_billing_header_does_not_cost_the_prefix(
+    claude: anthropic.Anthropic,
+) -> None:
+    def reused(nonce: str) -> int | None:
+        system: Any = [
+            {"type": "text", "text": HEADER + nonce},
+            {"type": "text", "text": "Another system prompt."},
+        ]
+        used = claude.messages.create(model="any", system=system, messages=USER, max_tokens=1).usage
+        prompts.add(used.input_tokens + (used.cache_read_input_tokens or 0))
+        return used.cache_read_input_tokens
+
+    prompts: set[int] = set()
+    reused("one")
+    assert reused("two") == max(prompts) - 1
+    assert len(prompts) == 1
+
+
+def test_a_prompt_that_the_template_refuses_is_a_400(stock: Front) -> None:
+    status, body = stock.request("/v1/chat/completions", {"messages": [*MESSAGES, MESSAGES[0]]})
+    assert status == 400
+    assert "the system message must be first" in body["error"]["message"]
+
+
+def test_wrong_sampling_settings_are_a_400(stock: Front) -> None:
+    for wrong in ({"temperature": "hot"}, {"temperature": -1}, {"top_p": 2}, {"max_tokens": 0}):
+        status, body = stock.request("/v1/chat/completions", {"messages": MESSAGES, **wrong})
+        assert (status, body["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_log_probabilities_come_with_a_whole_reply(gpt: openai.OpenAI) -> None:
+    assert len(chat(gpt, logprobs=True).choices[0].logprobs.content) == LIMIT
+
+
+def test_a_tool_turn_is_the_same_prompt_in_every_api(
+    gpt: openai.OpenAI, claude: anthropic.Anthropic
+) -> None:
+    schema: dict[str, Any] = {"type": "object", "properties": {}}
+    function = {"name": "look", "description": "", "parameters": schema}
+    call = {"name": "look", "arguments": '{"a": 1}'}
+    asked = gpt.chat.completions.create(
+        model="any",
+        max_tokens=1,
+        tools=[{"type": "function", "function": function}],  # type: ignore[list-item]
+        messages=[
+            *USER,
+            {
+                "role": "assistant",
+                "content": "so",
+                "tool_calls": [{"id": "t", "type": "function", "function": call}],
+            },
+            {"role": "tool", "tool_call_id": "t", "content": "x"},
+        ],
+    )
+    use = {"type": "tool_use", "id": "t", "name": "look", "input": {"a": 1}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": "x"}
+    turn: list[Any] = [
+        *USER,
+        {"role": "assistant", "content": [{"type": "text", "text": "so"}, use]},
+        {"role": "user", "content": [result]},
+    ]
+    tools: list[Any] = [{"name": "look", "input_schema": schema}]
+    used = claude.messages.create(model="any", max_tokens=1, messages=turn, tools=tools).usage
+    given: list[Any] = [
+        *USER,
+        {"type": "message", "role": "assistant", "content": "so"},
+        {"type": "function_call", "call_id": "t", **call},
+        {"type": "function_call_output", "call_id": "t", "output": "x"},
+    ]
+    flat: list[Any] = [{"type": "function", **function}]
+    response = gpt.responses.create(model="any", input=given, tools=flat, max_output_tokens=1)
+    assert asked.usage is not None
+    assert response.usage is not None
+    # All but the last token was in the cache: not only as long, but the same.
+    reused = asked.usage.prompt_tokens - 1
+    assert used.cache_read_input_tokens == reused
+    assert response.usage.input_tokens_details.cached_tokens == reused
