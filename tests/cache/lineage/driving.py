@@ -132,3 +132,76 @@ def kind_options(kv_bits: int | None) -> dict[str, Any]:
 def prompt(count: int, seed: int) -> list[int]:
     """Token ids that share next to nothing with those of another seed."""
     return token_ids(count, seed * 7919 + 1)
+
+
+class Oracle:
+    """What may be reused: kept prompts, and the points at which a state was handed over."""
+
+    def __init__(self, kind: str) -> None:
+        self.stateful = KINDS[kind][0] in STATEFUL
+        self.exact = kind != "window"
+        self.kept: list[list[int]] = []
+        self.points: list[list[int]] = []
+
+    def common(self, ids: list[int]) -> int:
+        return max((shared(ids, one) for one in self.kept), default=0)
+
+    def expected(self, ids: list[int]) -> int:
+        """The tokens of ``ids`` that need not be computed again, by what was kept before."""
+        if self.stateful or not self.exact:
+            fits = [len(p) for p in self.points if len(p) < len(ids) and ids[: len(p)] == p]
+            best = max(fits, default=0)
+        else:
+            best = min(self.common(ids), len(ids) - 1)
+        return best if best >= 16 else 0
+
+    def keep(self, ids: list[int], points: list[int]) -> None:
+        self.kept.append(ids)
+        self.points += [ids[:point] for point in points]
+
+
+def shared(left: list[int], right: list[int]) -> int:
+    for at, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return at
+    return min(len(left), len(right))
+
+
+class Pair:
+    """An engine with a store beside one without: same replies, and as few tokens computed."""
+
+    def __init__(self, kind: str, store: LineageStore, model: Any, oracle: Oracle) -> None:
+        name, kv_bits = KINDS[kind]
+        del name
+        self.with_store = Engine(model, store, kv_bits)
+        self.without = Engine(model, None, kv_bits)
+        self.store, self.oracle = store, oracle
+
+    def ask(self, ids: list[int], anchor: int | None = None) -> Turn:
+        """One request on both; checks the reuse against the oracle's, and the replies."""
+        expected, common = self.oracle.expected(ids), self.oracle.common(ids)
+        turn = self.with_store.turn(ids, anchor=anchor)
+        assert self.store.flush(60), self.store.stats()
+        if self.oracle.exact:
+            assert turn.reused == expected, (turn.match.why, turn.match.common, common)
+        else:
+            assert expected <= turn.reused <= common, turn.match.why
+        assert turn.computed == len(ids) - turn.reused
+        if common >= 16:
+            assert turn.match.common == common
+        plain = self.without.turn(ids)
+        assert plain.computed == len(ids)
+        same_reply(turn, plain)
+        cuts = [c.position for c in self.store.cuts(ids, turn.match, anchor)]
+        done = [*ids, *turn.reply[:-1]]
+        self.oracle.keep(done, [*cuts, len(ids) - 1, len(done)])
+        return turn
+
+
+def same_reply(turn: Turn, plain: Turn) -> None:
+    """The same tokens, or two that the logits hardly tell apart where they first differ."""
+    if turn.reply == plain.reply:
+        return
+    at = shared(turn.reply, plain.reply)
+    logits = sorted(memoryview(plain.logits[at]).cast("f"))
+    assert logits[-1] - logits[-2] < 1e-3, (at, turn.reply, plain.reply)

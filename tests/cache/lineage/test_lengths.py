@@ -9,7 +9,7 @@ import pytest
 
 from tests.cache.continuing import continued
 from tests.cache.lineage.conftest import Opener
-from tests.cache.lineage.driving import KINDS, Engine, fresh_cache, kind_options, prompt
+from tests.cache.lineage.driving import KINDS, Engine, fresh_cache, kind_options, prompt, same_reply
 from tests.models import WINDOW, tiny_model
 
 LENGTHS = sorted({*range(1, 20), *range(28, 36), *range(60, 70), *range(124, 134), 199, 200})
@@ -118,7 +118,4 @@ def check_next_tokens(engine: Engine, ids: list[int], other: int) -> None:
     assert turn.computed == len(ids) + 2 - turn.reused
     expected = 0 if len(ids) < 16 else len(ids)
     assert turn.reused == expected
-    if turn.reply != plain.reply:
-        at = next(i for i, (a, b) in enumerate(zip(turn.reply, plain.reply, strict=True)) if a != b)
-        logits = sorted(memoryview(plain.logits[at]).cast("f"))
-        assert logits[-1] - logits[-2] < 1e-3
+    same_reply(turn, plain)
