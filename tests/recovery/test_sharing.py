@@ -48,13 +48,15 @@ def prefix(driver: Driver, name: str, seed: str = "same", start: int = 0) -> Non
             driver.ask(*put(name + side, layer, start, COUNT, blob))
 
 
-def share(driver: Driver, limit: int = 200) -> int:
+def share(driver: Driver, limit: int = 1000) -> int:
     """Reclaim and share until there is nothing to do; how many steps did something."""
-    reclaimer = Reclaimer(driver.store)
-    for steps in range(limit):
-        busy = driver.loop.run_until_complete(reclaimer.step())
-        if not busy and not driver.store.state.untidy and not driver.store.state.unshared:
-            return steps
+    reclaimer, busy = Reclaimer(driver.store), 0
+    for _ in range(limit):
+        did = driver.loop.run_until_complete(reclaimer.step())
+        busy += did
+        # a step that finds nothing may only have run out of its time
+        if not did and not driver.store.state.untidy and not driver.store.state.unshared:
+            return busy
     raise AssertionError("never at rest")
 
 
