@@ -1,8 +1,8 @@
 """Twenty minutes of mixed load: does memory, latency, disk use or the log grow, does anything fail?
 
-One process looks up as fast as the server answers, over ``--connections`` connections: a
-small prefix that must be a hit every time, however much is evicted around it, and one name
-that nobody stored. This process stores prefixes of 64 MiB, fetches and compares them,
+One process looks up as fast as the server answers (or at ``--rate``), over ``--connections``
+connections: a small prefix that must be a hit every time, however much is evicted around it,
+and one name that nobody stored. This process stores prefixes of 64 MiB, fetches and compares them,
 stores over them, drops them, stores and fetches recurrent states and plain keys, one
 operation every ``--pause`` seconds. The disk budget and the session limit are small, so that
 something is evicted all the time and the server saves and compacts again and again.
@@ -70,8 +70,11 @@ LIMITS = {
 }
 
 
-def lookups(port: int, connections: int) -> None:
-    """Look up until standard input ends; a JSON line for every minute. Runs in a child."""
+def lookups(port: int, connections: int, per_second: int) -> None:
+    """Look up until standard input ends; a JSON line for every minute. Runs in a child.
+
+    ``per_second`` 0: as fast as the server answers.
+    """
     hit, miss = b"KV.PREFIX.LOOKUP hot\r\n", b"KV.PREFIX.LOOKUP nobody\r\n"
     socks = [socket.create_connection(("127.0.0.1", port)) for _ in range(connections)]
     over = threading.Event()
@@ -96,6 +99,9 @@ def lookups(port: int, connections: int) -> None:
             for (sock, _, expected), at in zip(asked, sent, strict=True):
                 wrong += sock.recv(64) != expected
                 times.append(clock() - at)
+            ahead = began + len(times) / per_second - clock() if per_second else 0
+            if ahead > 0:
+                over.wait(ahead)
         line = {f"p{share}_ms": 1e3 * percentile(times, share / 100) for share in (50, 99)}
         line |= {"lookups": len(times), "wrong": wrong, "max_ms": 1e3 * max(times)}
         line["rate"] = len(times) / (clock() - began)
@@ -103,7 +109,7 @@ def lookups(port: int, connections: int) -> None:
 
 
 @contextmanager
-def looking_up(pion: Process, connections: int) -> Iterator[list[dict[str, Any]]]:
+def looking_up(pion: Process, options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     """Lookups from a process of their own meanwhile; the list grows with every minute."""
     words = [sys.executable, "-m", "benchmarks.reproducers.soak", "--lookups", str(pion.port)]
     minutes: list[dict[str, Any]] = []
@@ -112,7 +118,7 @@ def looking_up(pion: Process, connections: int) -> Iterator[list[dict[str, Any]]
         minutes.extend(json.loads(line) for line in lines)
 
     with subprocess.Popen(
-        [*words, "--connections", str(connections)],
+        [*words, "--connections", str(options.connections), "--rate", str(options.rate)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment(),
@@ -281,10 +287,10 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         with pion.connect() as connection, pion.connect() as watcher:
             register(connection, "hot", Shape(layers=1, tokens=1))
             load, watch = Load(connection, random.Random(options.seed)), Watch(pion, watcher)
-            with looking_up(pion, options.connections) as minutes:
+            with looking_up(pion, options) as minutes:
                 run(load, watch, options)
             info = watch.info()
-        minutes = minutes[math.ceil(options.warm_up) :]
+        minutes = minutes[math.ceil(options.warm_up) :] or minutes
         log = (pion.folder / "output.log").read_text(errors="replace")
     errors = [*load.errors, *(line for line in log.splitlines() if "rror" in line)]
     errors += [f"{one['wrong']} wrong lookups" for one in minutes if one["wrong"]]
@@ -292,6 +298,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     flat = not errors and all(figure["flat"] for figure in figures.values())
     line = {
         "minutes": options.minutes,
+        "rate_asked": options.rate,
         "verdict": "flat" if flat else "not flat",
         "errors": len(errors),
         "first_errors": errors[:5],
@@ -314,11 +321,12 @@ def main() -> None:
     parser.add_argument("--warm-up", type=float, default=1.0, help="minutes before it counts")
     parser.add_argument("--pause", type=float, default=0.5, help="seconds between operations")
     parser.add_argument("--connections", type=int, default=8, help="that look up")
+    parser.add_argument("--rate", type=int, default=0, help="lookups a second, 0: all it takes")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--lookups", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.lookups:
-        lookups(options.lookups, options.connections)
+        lookups(options.lookups, options.connections, options.rate)
         return
     with fresh_folder(options.dir) as folder:
         measure(options, folder)
