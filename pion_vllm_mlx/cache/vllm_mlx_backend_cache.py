@@ -9,18 +9,14 @@ thread that owns MLX; the statistics are plain numbers that any thread may read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pion_vllm_mlx.cache.completion import token_ids
 from pion_vllm_mlx.cache.lineage import Cut, LineageOptions, LineageStore, Match
 from pion_vllm_mlx.cache.lineage.types import CutKind, KeepKind
-from pion_vllm_mlx.cache.vllm_mlx_backend_live import (
-    LiveTier,
-    check_length,
-    restorable_floor,
-)
+from pion_vllm_mlx.cache.vllm_mlx_backend_live import LiveTier, check_length
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
 
 log = logging.getLogger(__name__)
@@ -95,7 +91,9 @@ class PionPrefixCache:
         self._last_match_type: str | None = None
         self._last_matched_key: list[int] | None = None
         self._told: set[str] = set()
-        self._wants_cuts = _wants_cuts(model)
+        kinds = _kinds(model)
+        self._recurrent = "ArraysCache" in kinds
+        self._wants_cuts = bool(kinds & {"ArraysCache", "RotatingKVCache", "ChunkedKVCache"})
         self.last_lookup = Lookup(0)
         self.last_miss: Miss | None = None
         self.prefill_tokens_per_second = 0.0
@@ -222,7 +220,7 @@ class PionPrefixCache:
             return False
         self._counters.kept += 1
         store = self.store_or_none()
-        if store is None or (reply and self._wants_cuts):
+        if store is None or (reply and self._recurrent):
             return live
         stored = store.keep(tokens, caches, kind)
         return live or stored
@@ -231,7 +229,7 @@ class PionPrefixCache:
         """Where this prompt's cache has to be kept while what is not reused is prefilled."""
         if not self._wants_cuts:
             return []
-        match = lookup.match or Match(token_ids(tokens))
+        match = lookup.match if lookup.match is not None else Match(token_ids(tokens))
         match = replace(
             match,
             length=lookup.reused_tokens,
@@ -339,21 +337,18 @@ def plain_cuts(count: int, reused: int, common: int, anchor: int | None) -> list
     return [Cut(at, kinds[at]) for at in sorted(kinds) if reused < at < count]
 
 
-def _wants_cuts(model: Any) -> bool:
-    """Whether a filled cache of the model may be impossible to shorten."""
-    from mlx_lm.models.cache import (
-        CacheList,
-        ChunkedKVCache,
-        RotatingKVCache,
-        make_prompt_cache,
-    )
+def _kinds(model: Any) -> set[str]:
+    """The names of the cache classes that the model builds, those in a CacheList too."""
+    from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-    def fixed(cache: Any) -> bool:
-        if isinstance(cache, CacheList):
-            return any(fixed(child) for child in cache.caches)
-        return isinstance(cache, RotatingKVCache | ChunkedKVCache) or restorable_floor(cache) > 0
+    def names(caches: Iterable[Any]) -> Iterator[str]:
+        for cache in caches:
+            if isinstance(cache, CacheList):
+                yield from names(cache.caches)
+            else:
+                yield type(cache).__name__
 
-    return any(fixed(cache) for cache in make_prompt_cache(model))
+    return set(names(make_prompt_cache(model)))
 
 
 def _why_not_more(count: int, length: int, common: int) -> str:
@@ -361,4 +356,6 @@ def _why_not_more(count: int, length: int, common: int) -> str:
         return ""
     if common > length:
         return f"{common} tokens agree with an earlier prompt, but no state was kept there"
-    return "nothing longer was kept" if common else "no earlier prompt begins like this one"
+    if not common:
+        return "no earlier prompt begins like this one"
+    return "no earlier prompt goes on like this one"

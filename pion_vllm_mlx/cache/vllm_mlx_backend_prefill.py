@@ -215,7 +215,12 @@ def patch_scheduler(replacements: Replacements, anchors: AnchorTexts) -> None:
         return scheduled
 
     def create(original: Callable[..., Any], self: Any, sampling_params: Any) -> Any:
-        generator = original(self, sampling_params)
+        stock_log = logging.getLogger("vllm_mlx.scheduler")
+        stock_log.addFilter(_not_disabled)
+        try:
+            generator = original(self, sampling_params)
+        finally:
+            stock_log.removeFilter(_not_disabled)
         generator.pion_watch = PrefillWatch(self, generator)
         generator.next = generator.pion_watch.next
         return generator
@@ -227,6 +232,11 @@ def patch_scheduler(replacements: Replacements, anchors: AnchorTexts) -> None:
     with_ours(SCHEDULE_WAITING, schedule)
     with_ours(CREATE_GENERATOR, create)
     with_ours(STORE_PROMPT, store_prompt)
+
+
+def _not_disabled(record: logging.LogRecord) -> bool:
+    """Leaves out that prompts are not saved: the watch saves them."""
+    return not record.getMessage().startswith("Prompt cache save disabled")
 
 
 def _log_request(request: Any) -> None:

@@ -9,12 +9,14 @@ Flags that choose another prefix cache are refused by name.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import logging
 import os
+import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +79,7 @@ def parse(arguments: Sequence[str]) -> EngineArguments:
             parser.error(f"--{name.replace('_', '-')} cannot be used here: {reason}")
     if not serve.model and not serve.models_config:
         parser.error("name the model: pion-vllm-mlx serve --engine vllm-mlx MODEL")
-    serve.host, serve.port, serve.api_key = "127.0.0.1", 0, None
+    serve.host, serve.port, serve.api_key = "127.0.0.1", 0, link.key or None
     return EngineArguments(link, flags, named.log_level, serve)
 
 
@@ -110,17 +112,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--help" in words or "-h" in words:
         return _print_help()
     parsed = parse(words)
-    logging.getLogger().setLevel(parsed.log_level)
     try:
         install_vllm_mlx_backend(settings=settings(parsed))
     except PionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    _set_log_level(parsed.log_level)
     try:
         _serve(parsed)
     finally:
         uninstall_vllm_mlx_backend()
     return 0
+
+
+def _set_log_level(level: str) -> None:
+    """Our line a request at INFO; vllm-mlx's lines a step, and prompts in them, at DEBUG."""
+    logging.getLogger().setLevel(level)
+    logging.getLogger("vllm_mlx").setLevel("WARNING" if level == "INFO" else level)
 
 
 def _print_help() -> int:
@@ -173,6 +181,17 @@ def _server(settings: Any, parsed: EngineArguments) -> Any:
                 serve = parsed.serve
                 name = serve.served_model_name or serve.model or ""
                 report_ready(parsed.link, sockets[0].getsockname()[1], str(name))
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """SIGTERM and SIGINT end the server; uvicorn's own way ends the process too."""
+            numbers = (signal.SIGTERM, signal.SIGINT)
+            before = [signal.signal(number, self.handle_exit) for number in numbers]
+            try:
+                yield
+            finally:
+                for number, handler in zip(numbers, before, strict=True):
+                    signal.signal(number, handler)
 
     return Server(settings)
 

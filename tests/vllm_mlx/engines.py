@@ -69,11 +69,22 @@ class Engine:
         # Every reply token goes through the model too, before the next is known.
         return reply, sum(self.forward_tokens[before:]) - count
 
-    async def _ask(self, prompt: list[int], count: int) -> Reply:
-        from vllm_mlx.request import SamplingParams
+    def ask_and_leave(self, prompt: Sequence[int], after_tokens: int) -> None:
+        """Ask, and abort once so many tokens of the prompt went through the model."""
 
-        params = SamplingParams(max_tokens=count, temperature=0.0, top_p=1.0)
-        request_id = await self.core.add_request(prompt, params)
+        async def leave() -> None:
+            before = sum(self.forward_tokens)
+            request_id = await self.core.add_request(list(prompt), greedy(REPLY_TOKENS))
+            while sum(self.forward_tokens) - before < after_tokens:
+                await asyncio.sleep(0)
+            await self.core.abort_request(request_id)
+            while self.core.scheduler.running or self.core.scheduler._pending_abort_ids:
+                await asyncio.sleep(0.01)
+
+        self.loop.run_until_complete(leave())
+
+    async def _ask(self, prompt: list[int], count: int) -> Reply:
+        request_id = await self.core.add_request(prompt, greedy(count))
         request = self.core.scheduler.requests[request_id]
         final = None
         async for output in self.core.stream_outputs(request_id):
@@ -84,6 +95,13 @@ class Engine:
             request.cached_tokens,
             vars(request).get("pion_lookup"),
         )
+
+
+def greedy(count: int) -> Any:
+    """Sampling settings of a reply that is the same every time."""
+    from vllm_mlx.request import SamplingParams
+
+    return SamplingParams(max_tokens=count, temperature=0.0, top_p=1.0)
 
 
 @contextmanager

@@ -38,34 +38,49 @@ LONG = 620
 MIDDLE = 300
 
 
+#: caches of which a state exists only where it was taken
+RECURRENT = ("gated delta", "gated delta 3.5", "mamba and attention", "mamba", "rwkv")
+
+
 @dataclass(frozen=True)
 class Turn:
-    """One prompt of a script, and how many of its tokens must not be computed again."""
+    """One prompt of a script, and how many of its tokens must not be computed again.
+
+    ``reuse`` in one process; ``stored`` by an engine that knows only what the store has.
+    """
 
     what: str
     prompt: list[int]
     reuse: int
+    stored: int
 
 
-def script(reply_to: Callable[[list[int]], list[int]], sliceable: bool) -> list[Turn]:
+def script(reply_to: Callable[[list[int]], list[int]], family: str) -> list[Turn]:
     """A cold prompt, then every way in which a later one can relate to it.
 
     ``reply_to`` gives the reply that a run without a cache gives.
     """
+
+    def guard(cut: bool) -> int:
+        return LONG - (16 if cut else 10)
+
+    sliceable, recurrent = family in SLICEABLE, family in RECURRENT
     first = token_ids(LONG)
     reply = reply_to(first)
+    extended = LONG + len(reply)
     second = [*first, *reply, *token_ids(40, seed=11)]
     edited = [*first[:MIDDLE], *token_ids(LONG - MIDDLE, seed=12)]
     again = [*first[:MIDDLE], *token_ids(LONG - MIDDLE, seed=13)]
     suffix = [*first[: LONG - 10], *token_ids(20, seed=14)]
+    # A state exists only where it was taken: at the guard, and where an edit has parted before.
+    # The store keeps no state of a reply.  It has the rows of a window wherever it was filled.
     return [
-        Turn("cold", first, 0),
-        Turn("exact repeat", first, LONG - 1),
-        Turn("regenerate", first, LONG - 1),
-        Turn("another suffix", suffix, LONG - 10 if sliceable else LONG - 16),
-        Turn("extension by the reply", second, LONG + len(reply)),
-        # A state exists only where it was taken: the first edit takes one, the next finds it.
-        Turn("edit in the middle", edited, MIDDLE if sliceable else 0),
-        Turn("another edit there", again, MIDDLE),
-        Turn("back to the first", first, LONG - 1),
+        Turn("cold", first, 0, 0),
+        Turn("exact repeat", first, LONG - 1, LONG - 1),
+        Turn("regenerate", first, LONG - 1, LONG - 1),
+        Turn("another suffix", suffix, guard(not sliceable), guard(recurrent)),
+        Turn("extension by the reply", second, extended, LONG - 1 if recurrent else extended),
+        Turn("edit in the middle", edited, MIDDLE if sliceable else 0, 0 if recurrent else MIDDLE),
+        Turn("another edit there", again, MIDDLE, MIDDLE),
+        Turn("back to the first", first, LONG - 1, LONG - 1),
     ]
