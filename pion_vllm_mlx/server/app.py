@@ -15,10 +15,11 @@ import socket
 from collections.abc import Awaitable
 from typing import cast
 
-from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.errors import CommandError, ProtocolError
 from pion_vllm_mlx.server import dispatch
 from pion_vllm_mlx.server.command import Reply
 from pion_vllm_mlx.server.direct import DirectWriter, StreamWriter, TransportWriter
+from pion_vllm_mlx.server.farewell import Farewell
 from pion_vllm_mlx.server.inbound import DeferredBulk, RefusedBulk
 from pion_vllm_mlx.server.outbound import Stream
 from pion_vllm_mlx.server.patience import Patience
@@ -60,6 +61,7 @@ class Connection(asyncio.BufferedProtocol):
         self._drained = asyncio.Event()
         self._drained.set()
         self._closed = False
+        self._farewell: Farewell | None = None
         self._direct: StreamWriter | None = None
         self._patience: Patience | None = None
         self._task: asyncio.Task[None] | None = None
@@ -113,19 +115,24 @@ class Connection(asyncio.BufferedProtocol):
             self.server.keyspace.unwatch(self.client.watch)
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        if self._farewell is not None:
+            return self._farewell.buffer()
         window = self.parser.get_buffer()
         assert window is not None
         return window
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._farewell is not None:
+            self._farewell.received(nbytes)
+            return
         self._step += nbytes
         if self._step >= STEP_BYTES or not self.parser.in_bulk:
             self._step = 0
             self.progress = asyncio.get_running_loop().time()
         self.parser.buffer_updated(nbytes)
-        if self._holds_too_much():
-            self._give_up("Protocol error: arguments are too long")
-            return
+        if self.parser.error is None and self._holds_too_much():
+            # said once what came before is answered
+            self.parser.error = ProtocolError("Protocol error: arguments are too long")
         if not self._busy:
             self._pump()
         self._pause_or_resume()
@@ -162,7 +169,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def _when_room(self) -> None:
         """A target has room again: take in what waits in the parse buffer, go on reading."""
-        if self._closed:
+        if self._ending:
             return
         self.parser.buffer_updated(0)
         if not self._busy:
@@ -200,7 +207,15 @@ class Connection(asyncio.BufferedProtocol):
     def _give_up(self, reason: str) -> None:
         assert self.transport is not None
         self.transport.write(resp.error("ERR", reason))
-        self.transport.close()
+        self._say_goodbye()
+
+    def _say_goodbye(self) -> None:
+        """The last reply is written."""
+        assert self.transport is not None
+        if not self._reading:
+            self._reading = True
+            self.transport.resume_reading()
+        self._farewell = Farewell(self.transport)
 
     # -- executing -------------------------------------------------------------
 
@@ -213,7 +228,8 @@ class Connection(asyncio.BufferedProtocol):
             self._deferred = False
             self.parser.buffer_updated(0)
             self._execute_queued()
-        if self.parser.error is not None and not self.parser.commands and not self._ending:
+        answered = not self._busy and not self.parser.commands
+        if self.parser.error is not None and answered and not self._ending:
             self._give_up(str(self.parser.error))
 
     def _execute_queued(self) -> None:
@@ -278,7 +294,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._reply_bytes > GATHERED_REPLY_BYTES or self.client.close_after_reply:
             self._flush()
         if self.client.close_after_reply:
-            self.transport.close()
+            self._say_goodbye()
 
     def _flush(self) -> None:
         """Write the replies that wait for company."""
@@ -319,7 +335,9 @@ class Connection(asyncio.BufferedProtocol):
     @property
     def _ending(self) -> bool:
         """Whether nothing more is to be executed: closed, or the last reply is written."""
-        return self._closed or self.transport is None or self.transport.is_closing()
+        if self._closed or self._farewell is not None or self.transport is None:
+            return True
+        return self.transport.is_closing()
 
     @property
     def running(self) -> asyncio.Task[None] | None:

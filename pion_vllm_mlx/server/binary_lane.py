@@ -18,6 +18,7 @@ from pion_vllm_mlx.errors import CommandError, ProtocolError
 from pion_vllm_mlx.server import binary_commands
 from pion_vllm_mlx.server.binary_commands import Answer, Pieces
 from pion_vllm_mlx.server.direct import DirectWriter
+from pion_vllm_mlx.server.farewell import Farewell
 from pion_vllm_mlx.server.long_arguments import LongInbound
 from pion_vllm_mlx.server.outbound import GATHER_BYTES, Stream, in_memory
 from pion_vllm_mlx.server.patience import Patience
@@ -42,6 +43,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self._step = 0
         self._closed = False
         self._over = False  # closed, or about to be
+        self._farewell: Farewell | None = None
         self._reading = True
         self._drained = asyncio.Event()
         self._drained.set()
@@ -81,11 +83,16 @@ class BinaryConnection(asyncio.BufferedProtocol):
             self._direct.release()
 
     def get_buffer(self, sizehint: int) -> memoryview:
+        if self._farewell is not None:
+            return self._farewell.buffer()
         window = self.parser.get_buffer()
         assert window is not None
         return window
 
     def buffer_updated(self, nbytes: int) -> None:
+        if self._farewell is not None:
+            self._farewell.received(nbytes)
+            return
         self._step += nbytes
         if self._step >= _STEP_BYTES or not self.parser.in_body:
             self._step = 0
@@ -127,8 +134,12 @@ class BinaryConnection(asyncio.BufferedProtocol):
                     break
                 self._execute(frame)
         except ProtocolError as error:
-            log.info("%s: %s", self._client.address, error)
-            self.close()
+            log.debug("%s: %s", self._client.address, error)
+            self._over = True
+            if not self._reading:
+                self._reading = True
+                self._transport.resume_reading()
+            self._farewell = Farewell(self._transport)
             return
         if parser.mid_frame or not self._reading:
             self._pause_or_resume()
