@@ -114,6 +114,10 @@ REFUSED: list[tuple[str, tuple[Word, ...]]] = [
     ("relative", ("KV.PREFIX.SAVE", "a/../../up")),
     ("relative", ("KV.PREFIX.SAVE", "")),
     ("relative", ("KV.PREFIX.SAVE", b"a\0b")),
+    ("path is too long", ("KV.PREFIX.SAVE", "x" * 255)),
+    ("path is too long", ("KV.PREFIX.SAVE", "x" * 400 + "/y")),
+    ("folder that is there", ("KV.PREFIX.SAVE", "y/" * 10_000 + "y")),
+    ("invalid cursor", ("SCAN", "9" * 5000)),
     ("own files", ("KV.PREFIX.SAVE", "pion.vstore.wal.0")),
     ("own files", ("KV.PREFIX.SAVE", "./Pion.lock")),
     ("own files", ("KV.PREFIX.SAVE", "pion.segments.0/x.safetensors")),
@@ -266,6 +270,23 @@ def test_malformed_requests_are_named_and_the_connection_is_closed(
     wire.send(request("PING") + garbage)
     assert wire.reply() == "PONG"
     assert str(wire.reply()).startswith("ERR Protocol error: ")
+    assert wire.closed()
+
+
+def test_what_came_before_the_garbage_is_answered(wire: Wire, ns: str) -> None:
+    stored = [request("SSM.PREFIX.STORE", ns, n, b"state") for n in range(20)]
+    wire.send(b"".join(stored) + b"*x\r\n" + request("PING") * 5000)
+    assert [wire.reply() for _ in stored] == ["OK"] * 20
+    assert str(wire.reply()).startswith("ERR Protocol error: ")
+    assert wire.closed()
+
+
+def test_what_came_before_too_many_words_is_answered(wire: Wire, ns: str) -> None:
+    stored = [request("SSM.PREFIX.STORE", ns, n, b"state") for n in range(20)]
+    words = [b"$60000\r\n" + bytes(60_000) + b"\r\n"] * 300
+    wire.send(b"".join([*stored, b"*1000\r\n", *words]))
+    assert [wire.reply() for _ in stored] == ["OK"] * 20
+    assert wire.reply() == "ERR Protocol error: arguments are too long"
     assert wire.closed()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pion_vllm_mlx.errors import CommandError
@@ -25,6 +26,7 @@ OK = Simple("OK")
 #: keys that one step of SCAN looks at, at least: a small keyspace needs one step.
 _SCAN_STEP = 1000
 _MAX_SCAN_STEP = 1_000_000
+_CURSOR = re.compile(rb"[0-9]{1,20}")
 
 
 def _delete(context: Context, args: list[Arg]) -> Effect:
@@ -197,7 +199,7 @@ def _scanned(context: Context, cursor: int, step: int) -> tuple[int, list[bytes]
 )
 def scan(context: Context, args: list[Arg]) -> Reply:
     cursor_text = word(args[1])
-    if not cursor_text.isdigit() or not cursor_text.isascii() or int(cursor_text) >= 1 << 64:
+    if not _CURSOR.fullmatch(cursor_text) or int(cursor_text) >= 1 << 64:
         raise CommandError("invalid cursor")
     pattern, count, kind = b"*", _SCAN_STEP, ""
     if len(args) % 2:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Mapping
 from pathlib import PurePosixPath
@@ -25,6 +26,8 @@ from pion_vllm_mlx.wire.resp import Arg, Simple
 
 OK = Simple("OK")
 MAX_PREFILL_MS = 86_400_000
+#: file systems allow 255, and the file has a longer name while it is written.
+MAX_FILE_NAME_BYTES = 240
 #: the ids of its sessions are three bytes longer.
 MAX_NAMESPACE_BYTES = 65_535 - len(KEY_SUFFIX)
 
@@ -241,12 +244,15 @@ async def kv_prefix_save(context: Context, args: list[Arg]) -> Reply:
         path = PurePosixPath(name)
         if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
             raise CommandError("KV.PREFIX.SAVE path must be relative, without '..'")
+        if any(len(os.fsencode(part)) > MAX_FILE_NAME_BYTES for part in path.parts):
+            raise CommandError("KV.PREFIX.SAVE path is too long")
         target = context.server.config.folder / path
         if target == store.paths.vstore:
             target = None
         elif any(part.lower().startswith(("pion.", "pion-", ".metadata")) for part in path.parts):
             raise CommandError("KV.PREFIX.SAVE path names one of the server's own files")
-        elif not target.parent.is_dir() or target.is_dir():
+        # unlike Path.is_dir, this answers for a path that is too long
+        elif not os.path.isdir(target.parent) or os.path.isdir(target):
             raise CommandError("KV.PREFIX.SAVE path must name a file in a folder that is there")
     await store.save(target)
     context.server.last_save = int(time.time())
