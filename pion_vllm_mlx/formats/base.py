@@ -157,8 +157,9 @@ def row_range(name: str, rows: Floats, axis: int = -1) -> tuple[Floats, Floats]:
     Raises CommandError where a value is not finite. A zero comes back without sign,
     so that the result does not depend on the order of the comparison.
     """
-    low = rows.min(axis=axis, keepdims=True) + np.float32(0)
-    high = rows.max(axis=axis, keepdims=True) + np.float32(0)
+    with np.errstate(invalid="ignore"):
+        low = rows.min(axis=axis, keepdims=True) + np.float32(0)
+        high = rows.max(axis=axis, keepdims=True) + np.float32(0)
     if not (np.isfinite(low).all() and np.isfinite(high).all()):
         raise CommandError(f"{name}: rows hold a value that is not finite")
     return low, high

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 import redis
 
-from pion_vllm_mlx.server.keyspace.changes import Assembler, Verb
+from pion_vllm_mlx.server.keyspace.changes import Assembler, Verb, change
+from pion_vllm_mlx.server.keyspace.data import Data
 from pion_vllm_mlx.server.keyspace.recovery import WAL_MAGIC
 from pion_vllm_mlx.server.store import framing
 from tests.conftest import RunningServer
@@ -198,6 +199,15 @@ def test_keys_that_ended_are_deleted_without_being_asked_for(
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert wire.ask("DBSIZE") == 0
+
+
+def test_a_key_that_is_being_deleted_is_not_counted() -> None:
+    data = Data()
+    data.apply(change(Verb.SET, b"k", b"v"))
+    data.apply(change(Verb.DEADLINE, b"k", b"10"))
+    assert data.size(9) == 1
+    assert data.expired(10, 5) == [b"k"]
+    assert data.size(10) == 0
 
 
 def test_a_key_that_went_and_came_again_is_scanned_once(wire: Wire) -> None:

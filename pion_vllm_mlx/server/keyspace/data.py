@@ -45,6 +45,7 @@ class Data:
         self._names: list[bytes] = []
         self._serials: list[int] = []
         self._deadlines: list[tuple[int, bytes]] = []
+        self._leaving: list[bytes] = []
         self._verbs: dict[Verb, Callable[[tuple[bytes, ...]], None]] = {
             Verb.SET: self._set,
             Verb.DELETE: self._delete,
@@ -97,6 +98,7 @@ class Data:
             entry = self.entries.get(key)
             if entry is not None and entry.deadline == deadline:
                 found.append(key)
+        self._leaving = found
         return found
 
     def look_again(self, keys: Iterable[bytes]) -> None:
@@ -107,7 +109,9 @@ class Data:
 
     def size(self, now: int) -> int:
         """How many keys are not past their deadline."""
-        dead: set[bytes] = set()
+        # what ``expired`` gave out is there until its deletion is logged
+        dead = {key for key in self._leaving if key in self.entries}
+        dead = {key for key in dead if not self.entries[key].alive(now)}
         places = [0]
         while places:
             place = places.pop()
