@@ -346,6 +346,7 @@ class Connection(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         if self.transport is not None:
+            self._flush()
             self.transport.close()
 
     def abort(self) -> None:
