@@ -1,12 +1,13 @@
 """What an engine process needs to be run by the front, and what it owes it.
 
-The front starts ``python -m MODULE`` with the flags of ``add_link_flags``, those of
-``pion_flags.add_pion_flags`` and whatever serve itself did not know, in a session of its own
+The front starts ``python -m MODULE`` with the flags of ``add_link_flags``, ``--log-level``, those
+of ``pion_flags.add_pion_flags`` and whatever serve itself did not know, in a session of its own
 (Ctrl-C in the terminal reaches the front alone).  An engine
 
-1. listens on 127.0.0.1, on a port that the system chooses, with a backlog of at least 128;
-2. calls ``report_ready`` once ``/health`` may be asked;
-3. calls ``watch_lifeline``: it then ends when the front has gone, by whatever death;
+1. calls ``watch_lifeline`` before it loads anything: it then ends when the front has gone, by
+   whatever death;
+2. listens on 127.0.0.1, on a port that the system chooses, with a backlog of at least 128;
+3. calls ``report_ready`` once ``/health`` may be asked;
 4. ends on SIGTERM within ``STOP_SECONDS``, or it is killed;
 5. answers only requests that ``authorized`` accepts, all others with 401.
 
@@ -57,12 +58,10 @@ class EngineLink:
     lifeline_fd: int | None = None
     key: str = field(default="", repr=False)
     tenant: str = ""
-    log_level: str = "INFO"
 
 
 def add_link_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--ready-fd``, ``--lifeline-fd`` and ``--log-level``, which the front always gives."""
-    parser.add_argument("--log-level", type=str.upper, default="INFO", help=argparse.SUPPRESS)
+    """Add ``--ready-fd`` and ``--lifeline-fd``, which people do not type."""
     parser.add_argument("--ready-fd", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--lifeline-fd", type=int, default=None, help=argparse.SUPPRESS)
 
@@ -70,9 +69,7 @@ def add_link_flags(parser: argparse.ArgumentParser) -> None:
 def engine_link(options: argparse.Namespace) -> EngineLink:
     """The link that parsed flags and the environment describe."""
     secrets = config.EngineEnvironment.from_environment()
-    return EngineLink(
-        options.ready_fd, options.lifeline_fd, secrets.key, secrets.tenant, options.log_level
-    )
+    return EngineLink(options.ready_fd, options.lifeline_fd, secrets.key, secrets.tenant)
 
 
 def take_link(arguments: Sequence[str]) -> tuple[EngineLink, list[str]]:

@@ -30,12 +30,13 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+# What is left of a body that is too long is not waited for.
+_REFUSAL_HEADERS = {413: {"Connection": "close"}, 503: {"Retry-After": "5"}}
 
 
 def error_response(error: ApiError, shape: Shape) -> Response:
     """A refusal as an answer."""
-    headers = {"Retry-After": "5"} if error.status == 503 else None
-    return JSONResponse(error.body(shape), error.status, headers)
+    return JSONResponse(error.body(shape), error.status, _REFUSAL_HEADERS.get(error.status))
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 Json = dict[str, Any]
 
@@ -44,8 +47,7 @@ class Front:
 
     def engine_pids(self) -> list[int]:
         """Process ids of the engines that came up, the latest last."""
-        lines = [line for line in self.output().splitlines() if "engine ready: pid " in line]
-        return [int(line.partition("pid ")[2].partition(",")[0]) for line in lines]
+        return [int(pid) for pid in re.findall(r"engine ready: pid (\d+)", self.output())]
 
     def request(
         self, path: str, body: object = None, headers: dict[str, str] | None = None
@@ -139,6 +141,6 @@ def until(condition: Any, what: str, seconds: float = 30.0) -> None:
 def alive(pid: int) -> bool:
     """Whether a process exists and is no zombie."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
         return False

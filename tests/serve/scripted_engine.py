@@ -234,19 +234,21 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     engine_child.add_link_flags(parser)
     add_pion_flags(parser)
+    parser.add_argument("--log-level")
     parser.add_argument("--model", default="scripted")
     parser.add_argument("--fail-to-start", type=int, default=None)
     parser.add_argument("--load-seconds", type=float, default=0.0)
     options = parser.parse_args()
+    link = engine_child.engine_link(options)
+    engine_child.watch_lifeline(link)
+    print(f"engine loading: pid {os.getpid()}", flush=True)
     time.sleep(options.load_seconds)
     if options.fail_to_start is not None:
         sys.exit(options.fail_to_start)
-    link = engine_child.engine_link(options)
     Handler.state = State(options, link)
     ThreadingHTTPServer.request_queue_size = 128
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     engine_child.report_ready(link, server.server_address[1], options.model)
-    engine_child.watch_lifeline(link)
     server.serve_forever()
 
 

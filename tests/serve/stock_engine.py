@@ -62,12 +62,12 @@ def run(host: str, port: int, response_generator: Any) -> None:
         ("127.0.0.1", 0), lambda *args, **kwargs: Handler(response_generator, *args, **kwargs)
     )
     engine_child.report_ready(Handler.link, httpd.server_address[1], "tiny")
-    engine_child.watch_lifeline(Handler.link)
     httpd.serve_forever()
 
 
 def main() -> None:
     Handler.link, rest = engine_child.take_link(sys.argv[1:])
+    engine_child.watch_lifeline(Handler.link)
     _, rest = take_pion_flags(rest)
     server._run_http_server = run
     sys.argv[1:] = rest

@@ -47,6 +47,18 @@ def test_the_engine_ends_when_the_front_is_killed(tmp_path: Path) -> None:
         stream.close()
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_an_engine_that_still_loads_ends_with_the_front(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with running_front(tmp_path, "--load-seconds", "900", healthy=False) as front:
+        until(lambda: "engine loading: pid " in front.output(), "the engine's start")
+        engine = int(front.output().partition("loading: pid ")[2].split()[0])
+        assert front.request("/health")[0] == 503
+        assert front.stop(number) == (0 if number == signal.SIGTERM else -number)
+        until(lambda: not alive(engine), "the engine's end")
+
+
 def test_a_dead_engine_is_a_502_and_the_next_request_starts_another(tmp_path: Path) -> None:
     with running_front(tmp_path) as front:
         (first,) = front.engine_pids()
