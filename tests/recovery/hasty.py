@@ -21,7 +21,8 @@ import sys
 from pathlib import Path
 
 from pion_vllm_mlx.server import launcher, main
-from pion_vllm_mlx.server.store import compaction, space
+from pion_vllm_mlx.server.keyspace import changes
+from pion_vllm_mlx.server.store import compaction, saving, space
 
 _ROOT = Path(__file__).parents[2]
 
@@ -31,6 +32,8 @@ def hurry() -> None:
     main._TICK_SECONDS = 0.01
     main.QUIET_SECONDS = 0.02
     main.BUSY_STEP_SECONDS = 0.05
+    saving.BUSY_FACTOR = 0
+    changes.PIECE_BYTES = 300_000
     compaction.MIN_DEAD_BYTES = 16 << 10
     # the budget is what a test says, however full the disk is
     space.RESERVED_FREE_BYTES = 0

@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped,unused-ignore]
+
 from tests.conftest import free_port_block
 from tests.recovery.hasty import Starter
 from tests.recovery.kill_loop_client import Client
@@ -97,17 +99,22 @@ class Moment:
     def __init__(self) -> None:
         self._wanted = ""
         self._come = threading.Event()
+        self._sender = -1
 
-    def told(self, kinds: frozenset[str]) -> None:
-        """Somebody sends a command of these kinds."""
+    def told(self, client: int, kinds: frozenset[str]) -> None:
+        """A client sends a command of these kinds."""
         if self._wanted in kinds:
+            self._wanted, self._sender = "", client
             self._come.set()
 
-    def wait_for(self, kind: str, seconds: float) -> None:
+    def wait_for(self, kind: str, seconds: float) -> int:
+        """Wait, not for ever; the number of the client, -1 where none has sent one."""
         self._come.clear()
+        self._sender = -1
         self._wanted = kind
         self._come.wait(seconds)
         self._wanted = ""
+        return self._sender
 
 
 class Victim:
@@ -120,6 +127,8 @@ class Victim:
         self.port = free_port_block(2 + max(1, plan.workers))
         self.log = folder.parent / "server.log"
         self.pid = 0
+        #: worker → its process, as it was when the last clients were let in
+        self.serving: dict[int, int] = {}
 
     def port_of(self, worker: int) -> int:
         """Where a client of that worker connects."""
@@ -137,10 +146,9 @@ class Victim:
             while not _answers(self.port_of(worker)):
                 assert time.monotonic() < deadline, f"it does not start:\n{self.output()[-4000:]}"
                 time.sleep(_POLL_SECONDS)
-
-    def worker_pid(self, worker: int) -> int:
-        with Wire.tcp(self.port_of(worker)) as wire:
-            return int(wire.info("INFO", "server")["worker_process_id"])
+        for worker in range(self.plan.workers):
+            with Wire.tcp(self.port_of(worker)) as wire:
+                self.serving[worker] = int(wire.info("INFO", "server")["worker_process_id"])
 
     def kill(self) -> None:
         """SIGKILL the server; the workers of a launcher are left to find out."""
@@ -150,9 +158,8 @@ class Victim:
 
     def kill_everything(self) -> None:
         """SIGKILL the server with its workers."""
-        pids = [self.worker_pid(worker) for worker in range(self.plan.workers)]
         self.kill()
-        for pid in pids:
+        for pid in self.serving.values():
             kill_if_there(pid)
 
     def stop(self) -> None:
@@ -239,15 +246,16 @@ class KillLoop:
         self.victim.launch(pressure)
         self.victim.wait_until_ready()
         self._check()
+        saves = self.chance.choice((2, 40))
         for client in self.clients:
-            client.pressure = pressure
+            client.pressure, client.saves = pressure, saves
 
     def _round(self) -> None:
         threads = [self._begin(client) for client in self.clients]
-        self._wait_for_a_moment()
-        dead = self._kill()
+        dead = self._kill(self._wait_for_a_moment())
         if self.victim.pid:
             # the clients of the other workers go on meanwhile
+            self._kill_while_starting()
             self.victim.wait_until_ready()
         for client in self.clients:
             client.stop.set()
@@ -267,20 +275,24 @@ class KillLoop:
         thread.start()
         return thread
 
-    def _wait_for_a_moment(self) -> None:
-        kinds = {"": 3, "write": 2, "long": 4, "map": 4, "save": 4, "export": 2}
+    def _wait_for_a_moment(self) -> int:
+        """Let the clients work for a while; the one that has just sent what was waited for."""
+        kinds = {"": 3, "write": 2, "long": 4, "map": 5, "save": 5, "export": 2}
         kind = self.chance.choices(list(kinds), list(kinds.values()))[0]
         time.sleep(self.chance.uniform(0.02, 0.2))
-        if kind:
-            self.moment.wait_for(kind, seconds=0.5)
+        sender = self.moment.wait_for(kind, seconds=0.5) if kind else -1
         time.sleep(self.chance.choice((0, 0, 0.0005, 0.001, 0.002, 0.004, 0.008)))
+        return sender
 
-    def _kill(self) -> set[int]:
-        """Kill the server, or some of its workers; which workers are dead."""
+    def _kill(self, sender: int) -> set[int]:
+        """Kill the server, or some of its workers: which workers are dead.
+
+        ``sender``: the client whose worker is among them, -1: any.
+        """
         self.tally.kills += 1
         everything = not self.plan.workers or self.tally.kills % _WORKER_LIVES == 0
-        dead = set(self._workers) if everything else self._some_workers()
-        pids = {n: self.victim.worker_pid(n) for n in dead} if self.plan.workers else {}
+        dead = set(self._workers) if everything else self._some_workers(sender)
+        pids = [self.victim.serving[n] for n in dead] if self.plan.workers else []
         for client in self.clients:
             if self._worker_of(client) in dead:
                 client.killed.set()
@@ -289,13 +301,26 @@ class KillLoop:
             self.tally.launcher_kills += bool(self.plan.workers)
         # the workers of a dead launcher end by themselves, or are killed with it
         if not everything or self.chance.random() < 0.5:
-            for pid in pids.values():
+            for pid in pids:
                 kill_if_there(pid)
+        self.tally.temporary += self.victim.temporary_files(dead)
         return dead
 
-    def _some_workers(self) -> set[int]:
+    def _kill_while_starting(self) -> None:
+        """Sometimes, kill a worker that takes another's place before it has recovered."""
+        if self.chance.random() < 0.15:
+            time.sleep(self.chance.random() * 0.5)
+            newest = max(psutil.Process(self.victim.pid).children(), key=lambda p: p.create_time())
+            if newest.pid not in self.victim.serving.values():
+                kill_if_there(newest.pid)
+                self.tally.kills += 1
+                self.tally.start_kills += 1
+
+    def _some_workers(self, sender: int) -> set[int]:
         workers = list(self._workers)
-        return set(workers) if self.chance.random() < 0.15 else {self.chance.choice(workers)}
+        if self.chance.random() < 0.15:
+            return set(workers)
+        return {self.chance.choice(workers) if sender < 0 else sender % len(workers)}
 
     def _count(self, dead: set[int]) -> None:
         """What was under way in the workers that are dead. Raises what went wrong."""
@@ -313,7 +338,6 @@ class KillLoop:
         tally.saving += "save" in kinds
         tally.mapping_or_saving += bool(kinds & {"map", "save"})
         tally.exporting += "export" in kinds
-        tally.temporary += self.victim.temporary_files(dead)
 
     def _check(self) -> None:
         """Every client compares what it knows with what is there."""

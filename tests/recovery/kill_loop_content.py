@@ -167,7 +167,7 @@ def look(wire: Wire, prefixes: Sequence[Prefix]) -> list[Seen]:
     for prefix, blobs in zip(prefixes, states, strict=True):
         blobs[prefix.name, COMPLETION_LAYER] = next(answers)
     there = [{k: blob for k, blob in blobs.items() if blob is not None} for blobs in states]
-    return [Seen(Content(*both), hit) for *both, hit in zip(rows, there, hits, strict=True)]
+    return [Seen(Content(r, s), hit) for r, s, hit in zip(rows, there, hits, strict=True)]
 
 
 _Counts = Mapping[str, "dict[int, int] | None"]

@@ -26,6 +26,7 @@ def mapped_agrees(answer: bytes, prefix: Prefix) -> int:
             continue
         read += 1
         for entry in segment["tensors"]:
+            assert entry["name"] in tensors, f"{segment['path']} has no {entry['name']}"
             _compare(entry, tensors[entry["name"]], prefix)
     return read
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from typing import Any
 
 from tests.server.wire import Wire, Word
@@ -29,13 +30,17 @@ class Keys:
     def draw(self, chance: random.Random) -> list[Words]:
         """Some write; several commands are one transaction."""
         kind = chance.choices(
-            ("short", "long", "number", "hash", "push", "pop", "delete", "transaction"),
-            (6, 2, 4, 3, 3, 2, 1, 4),
+            ("short", "long", "number", "hash", "push", "pop", "delete", "several", "huge"),
+            (6, 2, 4, 3, 3, 2, 1, 4, 1),
         )[0]
-        if kind == "transaction":
-            body = [self._write(one, chance) for one in ("short", "number", "hash")]
-            return [("MULTI",), *body, ("EXEC",)]
+        if kind == "several":
+            return self._transaction(("short", "number", "hash"), chance)
+        if kind == "huge":  # more than one append to the log
+            return self._transaction(("number", *["longest"] * 3, "hash"), chance)
         return [self._write(kind, chance)]
+
+    def _transaction(self, kinds: Iterable[str], chance: random.Random) -> list[Words]:
+        return [("MULTI",), *(self._write(kind, chance) for kind in kinds), ("EXEC",)]
 
     def _write(self, kind: str, chance: random.Random) -> Words:
         string = self.name(chance.choice(_STRINGS))
@@ -44,6 +49,8 @@ class Keys:
                 return ("SET", string, chance.randbytes(chance.randrange(2_000)))
             case "long":
                 return ("SET", string, chance.randbytes(chance.randrange(66_000, 120_000)))
+            case "longest":
+                return ("SET", string, chance.randbytes(500_000))
             case "number":
                 return ("INCR", self.name("n"))
             case "hash":
@@ -87,6 +94,11 @@ class Keys:
         found[table] = dict(zip(pairs, pairs, strict=True))
         # an empty string is a value, an empty list is none
         return {key: value for key, value in found.items() if value not in (None, [], {})}
+
+
+def outline(values: Values) -> str:
+    """The keys, and how long their values are."""
+    return str({k: len(v) for k, v in values.items()})
 
 
 def nbytes(values: Values) -> int:

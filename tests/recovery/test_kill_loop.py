@@ -34,6 +34,8 @@ def _run(folder: Path, plan: Plan) -> Tally:
                 wire.ok("SAVE")
         loop.victim.stop()
         _open_sealed(loop, tally)
+        loop.start_again()
+        loop.victim.kill_everything()
     print(f"\n{tally.summary()}")
     return tally
 
@@ -53,7 +55,7 @@ def test_kills_under_mixed_load_lose_nothing_and_serve_nothing_wrong(
 
 @pytest.mark.timeout(1800)
 def test_killed_workers_lose_nothing_and_serve_nothing_wrong(folder: Path, kills: int) -> None:
-    kills = kills or 50
+    kills = kills or 40
     tally = _run(folder, Plan(kills, workers=2))
 
     assert tally.kills >= kills and tally.launcher_kills
