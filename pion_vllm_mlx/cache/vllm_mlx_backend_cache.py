@@ -240,6 +240,15 @@ class PionPrefixCache:
             return store.cuts(tokens, match, anchor)
         return plain_cuts(len(tokens), match.length, match.common, anchor)
 
+    def bound(self, max_kv_size: int) -> None:
+        """Told of ``--max-kv-size``: such caches are other than the model's own.
+
+        They live in this process only, and cannot be shortened once they are full.
+        """
+        if max_kv_size > 0 and not self._store_opened:
+            self._store_opened, self._wants_cuts = True, True
+            self._tell("with --max-kv-size prefixes are kept in this process only")
+
     @property
     def wants_cuts(self) -> bool:
         """Whether the model's caches can be restored only where they were kept."""

@@ -198,8 +198,9 @@ def patch_scheduler(replacements: Replacements, anchors: AnchorTexts) -> None:
         replacements.replace(seam, method)
 
     def add_request(original: Callable[..., Any], self: Any, request: Any) -> Any:
-        result = original(self, request)
         cache: PionPrefixCache = self.memory_aware_cache
+        cache.bound(self.config.max_kv_size)
+        result = original(self, request)
         request.pion_lookup = cache.last_lookup
         if cache.wants_cuts and isinstance(request.prompt, str):
             request.pion_anchor = anchors.length(

@@ -109,84 +109,91 @@ class UsageLayer:
         asked: list[Asked] = []
         token = _ASKED.set(asked)
         try:
-            await self._app(scope, receive, _Answer(asked, send).send)
+            answer = Answer(lambda: Tally.of(asked) if asked else None)
+            await self._app(scope, receive, _Sender(answer, send).send)
         finally:
             _ASKED.reset(token)
 
 
 @dataclass
-class _Answer:
-    """An answer on its way out: its start is held back until its kind is known."""
+class Answer:
+    """The bytes of an answer on their way out; ``tally`` is asked once there is a usage."""
 
-    asked: list[Asked]
-    forward: Send
-    start: Message | None = None
-    kind: str = ""
+    tally: Callable[[], Tally | None]
     held: bytes = b""
 
-    async def send(self, message: Message) -> None:
-        """What the application calls for each part of its answer."""
-        if message["type"] == "http.response.start":
-            headers = {k.lower(): v for k, v in message["headers"]}
-            self.kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0]
-            if self.kind == "application/json":
-                self.start = message
-                return
-        elif message["type"] == "http.response.body":
-            if self.kind == "application/json":
-                await self._whole(message)
-                return
-            if self.kind == "text/event-stream":
-                message = {**message, "body": self._events(message)}
-        await self.forward(message)
+    def whole(self, body: bytes, more: bool) -> bytes | None:
+        """A JSON body completed, once all of it has come."""
+        self.held += body
+        return None if more else self._completed(self.held)
 
-    async def _whole(self, message: Message) -> None:
-        """Hold a JSON body together and send it completed."""
-        self.held += bytes(message.get("body", b""))
-        if message.get("more_body", False):
-            return
-        body = completed(self.held, self.asked)
-        if self.start is not None:
-            headers = [(k, v) for k, v in self.start["headers"] if k.lower() != b"content-length"]
-            headers.append((b"content-length", str(len(body)).encode()))
-            await self.forward({**self.start, "headers": headers})
-        await self.forward({"type": "http.response.body", "body": body})
-
-    def _events(self, message: Message) -> bytes:
-        """The whole events of what has come so far, completed."""
-        data = self.held + bytes(message.get("body", b""))
-        whole, _, self.held = data.rpartition(b"\n\n")
-        whole += b"\n\n" if whole else b""
-        if not message.get("more_body", False):
-            whole, self.held = whole + self.held, b""
-        if b'"usage"' not in whole:
-            return whole
-        return b"\n".join(self._line(line) for line in whole.split(b"\n"))
+    def events(self, body: bytes, more: bool) -> bytes:
+        """The whole events of what has come so far, completed; the rest is held back."""
+        self.held += body
+        ready, separator, rest = self.held.rpartition(b"\n\n")
+        ready, self.held = (ready + separator, rest) if more else (self.held, b"")
+        if b'"usage"' not in ready:
+            return ready
+        return b"\n".join(self._line(line) for line in ready.split(b"\n"))
 
     def _line(self, line: bytes) -> bytes:
         if not line.startswith(b"data: {") or b'"usage"' not in line:
             return line
-        return b"data: " + completed(line[6:], self.asked)
+        return b"data: " + self._completed(line[6:])
+
+    def _completed(self, body: bytes) -> bytes:
+        """A JSON object with its usage completed; what is none comes back as it is."""
+        try:
+            answer = json.loads(body)
+        except ValueError:
+            return body
+        tally = self.tally()
+        if tally is None or not isinstance(answer, dict):
+            return body
+        inner = answer.get("response")
+        changed = complete_usage(answer.get("usage"), tally)
+        if isinstance(inner, dict):
+            changed = complete_usage(inner.get("usage"), tally) or changed
+        if not changed:
+            return body
+        if "choices" in answer:
+            answer["pion"] = tally.receipt()
+        return json.dumps(answer, ensure_ascii=False).encode()
 
 
-def completed(body: bytes, asked: Sequence[Asked]) -> bytes:
-    """A JSON object with its usage completed; what is none comes back as it is."""
-    try:
-        answer = json.loads(body)
-    except ValueError:
-        return body
-    if not asked or not isinstance(answer, dict):
-        return body
-    tally = Tally.of(asked)
-    inner = answer.get("response")
-    changed = complete_usage(answer.get("usage"), tally)
-    if isinstance(inner, dict):
-        changed = complete_usage(inner.get("usage"), tally) or changed
-    if not changed:
-        return body
-    if "choices" in answer:
-        answer["pion"] = tally.receipt()
-    return json.dumps(answer, ensure_ascii=False).encode()
+class _Sender:
+    """Sends an answer on; the start of a JSON one is held back until its length is known."""
+
+    def __init__(self, answer: Answer, forward: Send) -> None:
+        self._answer = answer
+        self._forward = forward
+        self._start: Message = {}
+        self._kind = ""
+
+    async def send(self, message: Message) -> None:
+        """What the application calls for each part of its answer."""
+        if message["type"] == "http.response.start":
+            headers = {key.lower(): value for key, value in message["headers"]}
+            self._kind = headers.get(b"content-type", b"").decode("latin-1").partition(";")[0]
+            self._start = message
+            if self._kind == "application/json":
+                return
+        elif message["type"] == "http.response.body":
+            body, more = bytes(message.get("body", b"")), message.get("more_body", False)
+            if self._kind == "application/json":
+                await self._send_whole(self._answer.whole(body, more))
+                return
+            if self._kind == "text/event-stream":
+                message = {**message, "body": self._answer.events(body, more)}
+        await self._forward(message)
+
+    async def _send_whole(self, body: bytes | None) -> None:
+        if body is None:
+            return
+        headers = [(k, v) for k, v in self._start["headers"] if k.lower() != b"content-length"]
+        headers.append((b"content-length", str(len(body)).encode()))
+        await self._forward({**self._start, "headers": headers})
+        await self._forward({"type": "http.response.body", "body": body})
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,8 @@ from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
 STATS, COUNT, EXPLAIN = "/v1/pion/stats", "/v1/pion/count_tokens", "/v1/pion/explain"
 CHAT = "/v1/chat/completions"
 SURROUNDINGS = 12
+#: how many tokens of Explanation.stored_tokens lie before the one that differs, at most
+STORED_BEFORE = 16
 
 Scope = Any
 
@@ -131,7 +133,8 @@ async def explained(asked: Rendered) -> dict[str, Any]:
     if found.position is not None:
         decode = core.scheduler._actual_tokenizer.decode
         told["asked_text"] = _around(decode, tokens, found.position)
-        told["stored_text"] = _around(decode, stored, found.position)
+        # Of the stored prompt only the surroundings are told.
+        told["stored_text"] = _around(decode, stored, min(found.position, STORED_BEFORE))
     return told
 
 

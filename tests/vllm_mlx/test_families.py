@@ -192,6 +192,9 @@ def test_quantized_entries_and_a_bound_on_the_cache_change_no_token(
         with running_engine(FAMILIES["plain"], enable_prefix_cache=False, **flags) as engine:
             expected = engine.ask(prompt).tokens
         install_vllm_mlx_backend(settings=stored_at(pion_server))
+        with running_engine(FAMILIES["plain"]) as engine:
+            engine.ask(prompt)  # what an engine without the flags has stored is no obstacle
+            assert engine.cache.save_to_disk("")
         with running_engine(FAMILIES["plain"], **flags) as engine:
             assert engine.ask(prompt).tokens == expected
             reply, computed = engine.computed(prompt)
