@@ -30,7 +30,7 @@ PATIENCE_MS = 20
 #: bytes after which a thread lets others have a turn.
 TURN_BYTES = 16 << 20
 #: bytes in memory that the event loop sends itself before others have a turn.
-STEP_BYTES = 1 << 20
+STEP_BYTES = 4 << 20
 MAX_REPLY_BYTES = 1 << 30
 #: pieces that one system call is given.
 _MOST_VIEWS = 64
