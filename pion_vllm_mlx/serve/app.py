@@ -20,7 +20,7 @@ from pion_vllm_mlx.serve.anthropic_reply import AnthropicReply
 from pion_vllm_mlx.serve.api_errors import ApiError, bad_request
 from pion_vllm_mlx.serve.chat_reply import ChatReply, CompletionReply
 from pion_vllm_mlx.serve.checks import Json
-from pion_vllm_mlx.serve.engine_client import Answer, EngineClient
+from pion_vllm_mlx.serve.engine_client import Answer, EngineClient, error_text
 from pion_vllm_mlx.serve.exchange import Exchange, error_response, unless_disconnected
 from pion_vllm_mlx.serve.front_metrics import (
     CONTENT_TYPE,
@@ -180,7 +180,8 @@ class _Forwarded:
                 asked = engine.get(self.path) if self.method == "GET" else self._post(engine)
                 answer = await asked
                 if answer.status == 404 and self.path.startswith("/v1/pion/"):
-                    raise ApiError(501, f"this engine does not know {self.path}")
+                    reason = error_text(answer.body)
+                    raise ApiError(501, f"this engine does not answer {self.path}: {reason}")
                 answered: Response = JSONResponse(answer.json())
         except ApiError as error:
             scope[RECORD].note = error.message

@@ -19,7 +19,8 @@ POST /v1/completions        client that leaves is noticed at the next write.  ``
                             ``prompt_tokens_details.cached_tokens``.  A ``pion`` object (the
                             receipt) may stand in the body, or in the last or the usage chunk.
                             ``reasoning`` or ``reasoning_content``; tool calls whole or in parts.
-                            Comments (``: keepalive``) are passed on as signs of life
+                            Comments (``: keepalive``) are passed on as signs of life.
+                            The model is always ``default_model`` (vllm-mlx: the name reported)
 GET /v1/models, /health     OpenAI's; /health is 200 when requests may come, else 503
 GET /v1/pion/stats          a flat JSON object; ``{"pion": "disabled"}`` with ``--no-pion``
 POST /v1/pion/count_tokens  a chat body -> ``{"input_tokens": n}``

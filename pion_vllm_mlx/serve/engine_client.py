@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import h11
 
 from pion_vllm_mlx.serve.api_errors import ApiError, engine_gone, from_engine
+from pion_vllm_mlx.serve.chat_request import MODEL
 from pion_vllm_mlx.serve.checks import Json
 from pion_vllm_mlx.serve.sse import DONE, Decoder
 
@@ -46,11 +47,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class EngineClient:
-    """Where an engine listens, and the key that it wants."""
+    """Where an engine listens, and the key that it wants.
+
+    ``model`` is what it calls its model, ``asked_for`` what requests call it.
+    """
 
     port: int
     key: str = field(repr=False)
     model: str = ""
+    asked_for: str = MODEL
 
     async def get(self, path: str) -> Answer:
         """GET ``path``. Raises ``ApiError`` 502 when the engine does not answer."""
@@ -58,7 +63,7 @@ class EngineClient:
 
     async def post(self, path: str, body: Json) -> Answer:
         """POST ``body`` as JSON, and read the whole answer."""
-        return await self._exchange("POST", path, json.dumps(body).encode())
+        return await self._exchange("POST", path, self._encode(body))
 
     @contextlib.asynccontextmanager
     async def stream(self, path: str, body: Json) -> AsyncIterator[AsyncIterator[Json | None]]:
@@ -68,10 +73,14 @@ class EngineClient:
         before its end, or tells of an error.
         """
         async with self._connect() as link:
-            status = await link.request("POST", path, json.dumps(body).encode())
+            status = await link.request("POST", path, self._encode(body))
             if status >= 400:
                 raise from_engine(status, error_text(await link.read_all()))
             yield _chunks(link)
+
+    def _encode(self, body: Json) -> bytes:
+        named = {**body, "model": self.asked_for} if "model" in body else body
+        return json.dumps(named).encode()
 
     async def _exchange(self, method: str, path: str, body: bytes) -> Answer:
         async with self._connect() as link:

@@ -14,7 +14,7 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pion_vllm_mlx
@@ -39,12 +39,15 @@ class EngineCommand:
     """How to start an engine: ``python -m module arguments``.
 
     ``tenant``: whose prefixes it stores; ``model``: what it is called until it says itself.
+    ``asked_by_name``: the engine answers only requests for the model by the name that it told,
+    none for ``default_model``.
     """
 
     module: str
     arguments: tuple[str, ...] = ()
     tenant: str = field(default="", repr=False)
     model: str = "default_model"
+    asked_by_name: bool = False
 
 
 class EngineProcess:
@@ -99,6 +102,8 @@ async def start_engine(command: EngineCommand, seconds: float | None) -> EngineP
         undo.push_async_callback(_end, process, 0.0)
         try:
             client = await asyncio.wait_for(_until_healthy(process, ready, key), seconds)
+            if command.asked_by_name:
+                client = replace(client, asked_for=client.model)
         except asyncio.TimeoutError as error:
             raise EngineFailed(f"the engine was not ready within {seconds:g} s") from error
         undo.pop_all()

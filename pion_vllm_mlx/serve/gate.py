@@ -183,7 +183,7 @@ def _words(record: RequestRecord, seconds: float) -> Iterable[str]:
 def _receipt_words(receipt: dict[str, Any]) -> Iterable[str]:
     """The receipt but for the token counts, which the line has."""
     for name, value in receipt.items():
-        if isinstance(value, (str, int, float)) and not name.startswith("tokens"):
+        if isinstance(value, (str, int, float)) and value != "" and "tokens" not in name:
             shown = f"{value:.1f}" if isinstance(value, float) else str(value)
             text = _one_line(shown)
             yield f'{name}="{text}"' if " " in text else f"{name}={text}"

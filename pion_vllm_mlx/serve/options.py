@@ -22,16 +22,20 @@ _HELP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine that can be chosen: its module, the package it needs, the extra that brings it."""
+    """An engine that can be chosen: its module, the package it needs, the extra that brings it.
+
+    ``asked_by_name``: see ``EngineCommand``.
+    """
 
     module: str
     package: str
     extra: str
+    asked_by_name: bool = False
 
 
 ENGINES = {
     "mlx-lm": Engine("pion_vllm_mlx.serve.engine_mlx_lm", "mlx_lm", "mlx"),
-    "vllm-mlx": Engine("pion_vllm_mlx.serve.engine_vllm_mlx", "vllm_mlx", "vllm-mlx"),
+    "vllm-mlx": Engine("pion_vllm_mlx.serve.engine_vllm_mlx", "vllm_mlx", "vllm-mlx", True),
 }
 
 
@@ -58,8 +62,14 @@ class ServeOptions:
     def command(self, module: str | None = None) -> EngineCommand:
         """How to start the engine; ``module``: another than the chosen one's."""
         words = ["--log-level", self.log_level, *self.pion.to_arguments(), *self.engine_arguments]
-        chosen = module or ENGINES[self.engine].module
-        return EngineCommand(chosen, tuple(words), tenant_of(self.api_key), self._model())
+        engine = ENGINES[self.engine]
+        return EngineCommand(
+            module or engine.module,
+            tuple(words),
+            tenant_of(self.api_key),
+            self._model(),
+            engine.asked_by_name,
+        )
 
     def _model(self) -> str:
         """What the engine's flags call the model, as far as that is plain."""
