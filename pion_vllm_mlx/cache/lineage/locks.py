@@ -18,8 +18,10 @@ from pion_vllm_mlx.cache.lineage.client import Commands, LineageClient
 from pion_vllm_mlx.cache.lineage.index import Names
 from pion_vllm_mlx.errors import PionError
 
-LOCK_SECONDS = 30.0
-PATIENCE_SECONDS = 10.0
+LOCK_SECONDS = 6.0
+"""A writer that died holds others up for so long; one at work renews its lock in time."""
+
+PATIENCE_SECONDS = 15.0
 _STEP_SECONDS = 0.05
 
 
@@ -27,34 +29,42 @@ class Contended(PionError):
     """Another process writes to the same tree for too long."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TreeLock:
-    """A lock that was taken; ``token`` says by whom."""
+    """A lock that was taken; ``token`` says by whom, ``renewed`` when that was last said."""
 
     key: str
     token: str
+    renewed: float
 
     def held(self, value: Any) -> bool:
         """Whether the value of the key says that it is still ours."""
         return bool(value == self.token.encode())
 
 
-def acquire(
-    client: LineageClient, names: Names, field: str, num_bytes: int, patience: float
-) -> TreeLock:
-    """Takes the lock of a tree. Raises Contended, StoreUnavailable."""
-    lock = TreeLock(names.key(f"lock:{field}"), secrets.token_hex(8))
-    milliseconds = round(1000 * (LOCK_SECONDS + client.seconds(num_bytes)))
+def acquire(client: LineageClient, names: Names, root: str, patience: float) -> TreeLock:
+    """Takes the lock of the tree with this root. Raises Contended, StoreUnavailable."""
+    lock = TreeLock(names.key(f"lock:{root}"), secrets.token_hex(8), time.monotonic())
+    milliseconds = round(1000 * LOCK_SECONDS)
     ends_at = time.monotonic() + patience
     while True:
         (taken,) = client.demand(
             names.route, [("SET", lock.key, lock.token, "NX", "PX", milliseconds)]
         )
         if taken is not None:
+            lock.renewed = time.monotonic()
             return lock
         if time.monotonic() >= ends_at:
             raise Contended("another process is storing to the same lineage")
         time.sleep(_STEP_SECONDS)
+
+
+def renew(client: LineageClient, names: Names, lock: TreeLock) -> None:
+    """Says once more that the writer is at work, unless it just has."""
+    if time.monotonic() - lock.renewed < LOCK_SECONDS / 4:
+        return
+    lock.renewed = time.monotonic()
+    client.pipeline(names.route, [("PEXPIRE", lock.key, round(1000 * LOCK_SECONDS))])
 
 
 def release(client: LineageClient, names: Names, lock: TreeLock) -> None:

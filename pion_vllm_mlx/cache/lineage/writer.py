@@ -30,7 +30,7 @@ from pion_vllm_mlx.cache.lineage.client import LineageClient
 from pion_vllm_mlx.cache.lineage.counters import Counters
 from pion_vllm_mlx.cache.lineage.coverage import Ranges, Window, clipped, merged, without
 from pion_vllm_mlx.cache.lineage.index import Found, Index, Names, Segment
-from pion_vllm_mlx.cache.lineage.locks import PATIENCE_SECONDS, TreeLock, acquire, release
+from pion_vllm_mlx.cache.lineage.locks import PATIENCE_SECONDS, TreeLock, acquire, release, renew
 from pion_vllm_mlx.cache.lineage.policy import thinned
 from pion_vllm_mlx.cache.lineage.publish import Change, Publisher
 from pion_vllm_mlx.cache.lineage.records import (
@@ -115,7 +115,7 @@ class Writer:
         root = root_field(job.tokens)
         if root is None:
             return []
-        lock = acquire(self._client, job.names, root, job.captured.num_bytes, self.patience)
+        lock = acquire(self._client, job.names, root, self.patience)
         try:
             return self._write_locked(job, lock)
         finally:
@@ -238,7 +238,7 @@ class Writer:
         segment = target.segment
         namespace = job.names.namespace(segment.number)
         end = min(segment.end, int(job.tokens.size))
-        sent = self._client.store_rows(namespace, self._encoded(job, target, end))
+        sent = self._client.store_rows(namespace, self._encoded(job, target, end, lock))
         self._counters.add("bytes_rows", sent)
         segment, state_bytes, dropped = self._store_checkpoint(job, segment, namespace, end)
         segment = replace(segment, windows=_windows_after(job.captured, segment, end))
@@ -257,7 +257,9 @@ class Writer:
         for checkpoint in dropped:
             self._client.drop_states(namespace, checkpoint.sid)
 
-    def _encoded(self, job: Job, target: _Target, end: int) -> Iterator[tuple[Run, Any]]:
+    def _encoded(
+        self, job: Job, target: _Target, end: int, lock: TreeLock
+    ) -> Iterator[tuple[Run, Any]]:
         """The rows that are missing in a target, as they are sent."""
         segment, captured = target.segment, job.captured
         windows = window_leaves(captured.slots)
@@ -271,6 +273,7 @@ class Writer:
             span = (max(held.start, segment.base), min(held.end, end))
             for start, last in without([span], there):
                 for first, stop in _cut(start, last, held, leaf):
+                    renew(self._client, job.names, lock)
                     blob = held.encoded(first, stop, leaf)
                     form = (leaf.format_of(held.side), layout_of(leaf, held.side))
                     place = (held.layer, held.side, first - segment.base, stop - first)
