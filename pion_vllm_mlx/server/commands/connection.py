@@ -286,6 +286,7 @@ async def save(context: Context, args: list[Arg]) -> Reply:
 
 @command("BGSAVE", -1, "As SAVE.", syntax="[SCHEDULE]")
 async def bgsave(context: Context, args: list[Arg]) -> Reply:
+    arguments.options(args[1:], {"SCHEDULE": 0}, "BGSAVE")
     await save(context, args)
     return Simple("Background saving started")
 
