@@ -109,7 +109,8 @@ class Budget:
         (reply,) = self._client.demand(self._names.route, [("KV.PREFIX.INFO",)])
         fields = info_fields(reply)
         most = as_int(fields.get("vstore_max_sessions"), 0)
-        return bool(most) and as_int(fields.get("vstore_sessions"), 0) + SPARE_SESSIONS > most
+        held = as_int(fields.get("vstore_sessions"), 0) + 2  # a new segment is two
+        return bool(most) and held + SPARE_SESSIONS > most
 
     def _evict_some(self, members: list[Member], need: int, chain: Collection[int]) -> bool:
         """Evicts least recently used leaves until ``need`` bytes are free; whether any went."""

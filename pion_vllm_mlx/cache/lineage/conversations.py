@@ -75,9 +75,10 @@ class Conversations:
             if not publisher.remove(segment, tokens):
                 break
             gone += 1
-            above = self._index.segments([segment.parent]) if segment.parent >= 0 else [None]
-            segment = above[0]
-            if segment is not None and (segment.kids or segment.kind or segment.pinned):
+            base, parent = segment.base, segment.parent
+            segment = self._index.segments([parent])[0] if parent >= 0 else None
+            stays = segment is not None and (segment.kids or segment.pinned or segment.kind)
+            if stays or (segment is not None and segment.end > base):
                 break
         return gone
 

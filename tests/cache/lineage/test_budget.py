@@ -1,0 +1,166 @@
+"""Bytes: counted, capped, stored once, and given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pion_vllm_mlx.cache.connection import info_fields
+from pion_vllm_mlx.cache.lineage import LineageStore
+from pion_vllm_mlx.cache.lineage.budget import Budget
+from tests.cache.lineage.driving import KINDS, STATEFUL, Engine, kind_options, open_store, prompt
+from tests.conftest import RunningServer, running_server
+from tests.models import tiny_model
+
+ROW_BYTES = 2 * 2 * 2 * 32 * 4  # layers, sides, heads, width, float32
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[RunningServer]:
+    """A server of this test alone."""
+    with running_server(tmp_path / "data") as server:
+        yield server
+
+
+def held(store: LineageStore) -> int:
+    return Budget(store._front, store._key.names, 0).held()
+
+
+def server_bytes(store: LineageStore) -> int:
+    (reply,) = store._front.demand("x", [("KV.PREFIX.INFO",)])
+    return int(info_fields(reply)["vstore_bytes"])
+
+
+def test_rows_are_stored_once_whatever_shares_them(own: RunningServer) -> None:
+    """FAULTS 13: turns, branches and repeats write each distinct row one time."""
+    model = tiny_model("llama")
+    store = open_store(model, own)
+    engine = Engine(model, store)
+    system = prompt(100, 1)
+    distinct: set[tuple[int, ...]] = set()
+    for seed in range(4):
+        ids = [*system, *prompt(30, 10 + seed)]
+        for _ in range(3):
+            turn = engine.turn(ids)
+            assert store.flush()
+            done = [*ids, *turn.reply[:-1]]
+            distinct |= {tuple(done[: n + 1]) for n in range(len(done))}
+            ids = [*ids, *turn.reply, *prompt(5, 40 + seed)]
+    assert store.stats()["bytes_rows"] == len(distinct) * ROW_BYTES
+    assert server_bytes(store) == len(distinct) * ROW_BYTES
+    store.close()
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "gated delta", "mamba"])
+def test_what_is_dropped_gives_back_every_byte(kind: str, own: RunningServer) -> None:
+    """FAULTS 12."""
+    name, kv_bits = KINDS[kind]
+    model = tiny_model(name)
+    store = open_store(model, own, **kind_options(kv_bits))
+    engine = Engine(model, store, kv_bits)
+    for ids in (prompt(100, 2), [*prompt(60, 2), *prompt(60, 3)], prompt(80, 4)):
+        engine.turn(ids)
+        assert store.flush()
+    rows = server_bytes(store)
+    assert (rows > 0) == (kind != "mamba")
+    counted = held(store)
+    assert counted >= rows and (counted <= 1.5 * rows + 60_000 or name in STATEFUL)
+    while store.conversations():
+        assert store.drop(store.conversations()[0].id) >= 1
+    assert server_bytes(store) == 0 and held(store) == 0
+    keys = {key.decode() for key in store._front.demand("x", [("KEYS", "*")])[0]}
+    left = {key.partition(":")[2].partition(":")[2] for key in keys}
+    assert left <= {"layout", "key", "nextseg"}, keys
+    (states,) = store._front.demand("x", [("INFO",)])
+    assert engine.turn(prompt(100, 2)).reused == 0
+    store.close()
+
+
+def test_the_least_recently_used_goes_and_what_is_shared_goes_last(own: RunningServer) -> None:
+    """FAULTS 12 and 16."""
+    model = tiny_model("llama")
+    one = 130 * ROW_BYTES
+    store = open_store(model, own, budget_bytes=4 * one)
+    engine = Engine(model, store)
+    system = prompt(80, 5)
+    for seed in range(12):
+        assert engine.turn([*system, *prompt(50, 20 + seed)], reply=1).reused == (80 if seed else 0)
+        assert store.flush()
+        assert held(store) <= 4 * one
+    assert store.stats()["evicted"] >= 3
+    assert engine.turn([*system, *prompt(50, 31)], reply=1).reused == 129, "the latest is there"
+    assert store.flush()
+    assert engine.turn([*system, *prompt(50, 21)], reply=1).reused == 80, "the oldest is not"
+    store.close()
+
+
+def test_a_budget_below_one_conversation_keeps_nothing_and_fails_nothing(
+    own: RunningServer,
+) -> None:
+    model = tiny_model("llama")
+    store = open_store(model, own, budget_bytes=20 * ROW_BYTES)
+    engine, plain = Engine(model, store), Engine(model, None)
+    ids = prompt(100, 6)
+    for _ in range(3):
+        turn = engine.turn(ids)
+        assert store.flush()
+        assert (turn.reused, turn.logits) == (0, plain.turn(ids).logits)
+    assert store.stats()["over_budget"] >= 3
+    assert server_bytes(store) == 0 and held(store) == 0
+    store.close()
+
+
+def test_anchors_and_pinned_conversations_outlive_busy_ones(own: RunningServer) -> None:
+    """FAULTS 16: sub-agents do not throw out the system prompt."""
+    model = tiny_model("llama")
+    one = 130 * ROW_BYTES
+    store = open_store(model, own, budget_bytes=5 * one)
+    engine = Engine(model, store)
+    system, pinned = prompt(60, 7), prompt(100, 8)
+    engine.turn([*system, *prompt(40, 30)], reply=1, anchor=60)
+    engine.turn(pinned, reply=1)
+    assert store.flush()
+    (mine,) = [one for one in store.conversations() if store.tokens_of(one.id) == pinned[:99]]
+    store.pin(mine.id)
+    for seed in range(12):
+        engine.turn(prompt(120, 60 + seed), reply=1)
+        assert store.flush()
+    assert engine.turn(pinned, reply=1).reused == 99
+    assert engine.turn([*system, *prompt(40, 30)], reply=1).reused == 60
+    store.pin(mine.id, False)
+    for seed in range(12):
+        engine.turn(prompt(120, 80 + seed), reply=1)
+        assert store.flush()
+    assert engine.turn(pinned, reply=1).reused == 0
+    store.close()
+
+
+def test_a_server_with_few_sessions_keeps_the_latest(own: RunningServer) -> None:
+    own.restart("--max-sessions", "32")
+    model = tiny_model("llama")
+    store = open_store(model, own)
+    engine = Engine(model, store)
+    for seed in range(20):
+        engine.turn(prompt(40, 100 + seed), reply=1)
+        assert store.flush()
+    assert engine.turn(prompt(40, 119), reply=1).reused == 39
+    assert len(store.conversations()) <= 8
+    store.close()
+
+
+def test_what_other_models_hold_counts_and_goes_too(own: RunningServer) -> None:
+    first, second = tiny_model("llama"), tiny_model("deepseek_v3")
+    one = 130 * ROW_BYTES
+    old = open_store(first, own, budget_bytes=3 * one)
+    Engine(first, old).turn(prompt(120, 9), reply=1)
+    assert old.flush()
+    new = open_store(second, own, budget_bytes=3 * one)
+    for seed in range(8):
+        Engine(second, new).turn(prompt(120, 110 + seed), reply=1)
+        assert new.flush()
+        assert held(new) <= 3 * one
+    assert Engine(first, old).turn(prompt(120, 9), reply=1).reused == 0
+    old.close()
+    new.close()

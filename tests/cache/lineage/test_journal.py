@@ -1,0 +1,109 @@
+"""Journals and conversations: what survives a process, and how it is looked at."""
+
+from __future__ import annotations
+
+import pytest
+
+from pion_vllm_mlx.cache.lineage import LineageStore
+from tests.cache.lineage.conftest import Opener
+from tests.cache.lineage.driving import Engine, fresh_cache, prompt
+from tests.models import tiny_model
+
+
+def test_a_reply_that_was_cut_goes_on_where_it_was(opened: Opener) -> None:
+    model = tiny_model("llama")
+    first = opened(model)
+    engine = Engine(model, first)
+    ids = prompt(80, 1)
+    cache = fresh_cache(model)
+    engine.prefill(ids, 0, 79, cache)
+    reply, _ = engine.generate(ids[79:], 17, cache)
+    first.save_journal("request", ids, reply, cache)
+    assert first.flush()
+    rest, _ = engine.generate(reply[-1:], 8, cache)
+    second = opened(model)
+    noted = second.load_journal("request")
+    assert noted == reply
+    match = second.match([*ids, *reply])
+    assert match.length == len(ids) + 16
+    restored = second.restore(match)
+    assert restored is not None
+    assert Engine(model, None).generate(reply[-1:], 8, restored.caches)[0] == rest
+    second.drop_journal("request")
+    assert second.flush()
+    assert first.load_journal("request") is None
+
+
+def test_a_journal_ends_by_itself_and_is_off_without_resume(opened: Opener) -> None:
+    model = tiny_model("llama")
+    store = opened(model)
+    store.save_journal("a", [1, 2], [3], fresh_cache(model))
+    assert store.flush()
+    assert store.load_journal("a") == [3]
+    (key,) = store._front.demand("x", [("KEYS", "pps:*:jr:*")])[0]
+    (left,) = store._front.demand("x", [("TTL", key)])
+    assert 86_000 < left <= 86_400
+    off = opened(model, resume=False)
+    off.save_journal("b", [1, 2], [3], [])
+    assert off.flush()
+    assert off.load_journal("a") is None and off.load_journal("b") is None
+    assert store.load_journal("b") is None
+
+
+def conversation(store: LineageStore, ids: list[int]) -> str:
+    (found,) = [
+        one.id for one in store.conversations() if store.tokens_of(one.id)[: len(ids)] == ids
+    ]
+    return found
+
+
+def test_conversations_are_listed_latest_first_and_dropped(opened: Opener) -> None:
+    model = tiny_model("llama")
+    store = opened(model, key_parts={"t": "list"})
+    engine = Engine(model, store)
+    left, right = prompt(80, 2), [*prompt(50, 2), *prompt(40, 3)]
+    engine.turn(left, reply=1)
+    assert store.flush()
+    engine.turn(right, reply=1)
+    assert store.flush()
+    listed = store.conversations()
+    assert [one.tokens for one in listed] == [89, 79]
+    assert [one.segments for one in listed] == [2, 1]
+    assert store.drop(conversation(store, right[:89])) == 1
+    assert engine.turn(right, reply=1).reused == 50
+    assert store.flush()
+    with pytest.raises(KeyError):
+        store.tokens_of("nobody:7")
+    with pytest.raises(KeyError):
+        store.drop(listed[0].id)
+
+
+def test_explain_names_the_first_token_that_differs(opened: Opener) -> None:
+    model = tiny_model("llama")
+    store = opened(model, key_parts={"tenant": "mine"})
+    engine = Engine(model, store)
+    ids = prompt(100, 5)
+    engine.turn(ids, reply=1)
+    assert store.flush()
+    other = [*ids[:70], 1 + ids[70] % 100, *ids[71:]]
+    found = store.explain(other)
+    assert (found.common, found.restorable, found.position) == (70, 70, 70)
+    assert (found.stored_token, found.asked_token) == (ids[70], other[70])
+    assert found.stored == 99 and ids[70] in found.stored_tokens
+    assert store.explain(prompt(50, 6)).common == 0
+
+
+def test_explain_names_the_field_of_the_key_that_differs(opened: Opener) -> None:
+    """FAULTS 9."""
+    model = tiny_model("llama")
+    ids = prompt(100, 7)
+    mine = opened(model, key_parts={"tenant": "mine"})
+    Engine(model, mine).turn(ids, reply=1)
+    assert mine.flush()
+    found = opened(model, key_parts={"tenant": "yours"}).explain(ids)
+    assert (found.common, found.restorable) == (99, 0)
+    assert (found.key_field, found.stored_key, found.asked_key) == ("tenant", "mine", "yours")
+    other = tiny_model("llama")
+    weight = other.model.embed_tokens.weight
+    other.model.embed_tokens.weight = weight * 1.5
+    assert opened(other, key_parts={"tenant": "mine"}).explain(ids).key_field == "weights"
