@@ -9,6 +9,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 
 VENV := .venv
 OLD_VENV := .venvs/mlx-lm-0.31
+VLLM_VENV := .venvs/vllm-mlx
 PIP_FLAGS := --quiet --disable-pip-version-check
 
 # mlx's CPU wheel comes with a slow BLAS. Where Debian's OpenBLAS lies, it is put before it:
@@ -19,7 +20,7 @@ RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS),)
 ARGS ?=
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
-.PHONY: demo test lint pytest kill-loop docs test-mlx-lm-0.31 clean
+.PHONY: demo test lint pytest kill-loop docs test-mlx-lm-0.31 test-vllm-mlx clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -46,6 +47,10 @@ docs: $(VENV)/.dev
 test-mlx-lm-0.31: $(OLD_VENV)/.dev
 	$(RUN) $(OLD_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS) tests/cache
 
+# serve --engine vllm-mlx and its backend, on the real vllm-mlx.
+test-vllm-mlx: $(VLLM_VENV)/.dev
+	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS) tests/vllm_mlx
+
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +58,10 @@ $(VENV)/bin/python:
 $(OLD_VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(OLD_VENV)
+
+$(VLLM_VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VLLM_VENV)
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[demo]'
@@ -64,6 +73,13 @@ $(VENV)/.dev: pyproject.toml | $(VENV)/bin/python
 
 $(OLD_VENV)/.dev: pyproject.toml | $(OLD_VENV)/bin/python
 	$(OLD_VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[mlx,dev]' 'mlx-lm==0.31.3'
+	@touch $@
+
+# vllm-mlx asks for torchvision, opencv and gradio, gigabytes that text models do not use.
+$(VLLM_VENV)/.dev: pyproject.toml | $(VLLM_VENV)/bin/python
+	$(VLLM_VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[serve,dev]' 'mlx-lm<0.32' \
+		fastapi requests jsonschema python-multipart
+	$(VLLM_VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps 'vllm-mlx==0.6.0'
 	@touch $@
 
 clean:

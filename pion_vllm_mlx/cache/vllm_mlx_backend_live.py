@@ -163,6 +163,12 @@ class LiveTier:
             self._delete(key)
             return True
 
+    def resize(self, budget_bytes: int) -> None:
+        """Give up entries until ``budget_bytes`` hold them, from now on."""
+        with self._lock:
+            self.budget_bytes = budget_bytes
+            self._shrink(keep=b"")
+
     def clear(self) -> None:
         """Give up everything."""
         with self._lock:

@@ -60,6 +60,11 @@ class EngineArguments:
     log_level: str
     serve: argparse.Namespace
 
+    @property
+    def model(self) -> str:
+        """The name under which vllm-mlx serves the model."""
+        return str(self.serve.served_model_name or self.serve.model or "")
+
 
 def parse(arguments: Sequence[str]) -> EngineArguments:
     """The arguments; exits with code 2 and a sentence for a wrong use."""
@@ -112,6 +117,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--help" in words or "-h" in words:
         return _print_help()
     parsed = parse(words)
+    watch_lifeline(parsed.link)
     try:
         install_vllm_mlx_backend(settings=settings(parsed))
     except PionError as error:
@@ -149,7 +155,7 @@ def _serve(parsed: EngineArguments) -> None:
     def run(app: Any, **options: Any) -> None:
         """In uvicorn.run's place: vllm-mlx calls it with its application, once."""
         listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-        layer = EngineLayer(app, parsed.link)
+        layer = EngineLayer(app, parsed.link, parsed.model)
         level = str(options.get("log_level", "info"))
         settings = uvicorn.Config(
             layer,
@@ -162,7 +168,6 @@ def _serve(parsed: EngineArguments) -> None:
 
     original = uvicorn.run
     uvicorn.run = run
-    watch_lifeline(parsed.link)
     try:
         cli.serve_command(parsed.serve)
     finally:
@@ -178,9 +183,7 @@ def _server(settings: Any, parsed: EngineArguments) -> Any:
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started and sockets:
-                serve = parsed.serve
-                name = serve.served_model_name or serve.model or ""
-                report_ready(parsed.link, sockets[0].getsockname()[1], str(name))
+                report_ready(parsed.link, sockets[0].getsockname()[1], parsed.model)
 
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:

@@ -36,10 +36,11 @@ Scope = Any
 class EngineLayer:
     """The outermost ASGI layer of the engine."""
 
-    def __init__(self, app: App, link: EngineLink) -> None:
-        """``app`` is vllm-mlx's application, ``link`` names the front's key."""
+    def __init__(self, app: App, link: EngineLink, model: str) -> None:
+        """``app`` is vllm-mlx's, ``link`` has the front's key, ``model`` is its name there."""
         self._app = app
         self._link = link
+        self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -89,7 +90,7 @@ class EngineLayer:
         if not isinstance(asked, dict):
             await answer(send, 400, {"error": "the body must be a JSON object"})
             return None
-        asked |= {"stream": False, "max_tokens": 1}
+        asked = {"model": self._model, **asked, "stream": False, "max_tokens": 1}
         rendered: list[Rendered] = []
         said: list[Message] = []
 

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("vllm_mlx", reason="vllm-mlx is not installed: make test-vllm-mlx")
 
 from tests.conftest import RunningServer  # noqa: E402
+from tests.serve.front import running_front  # noqa: E402
 from tests.serve.tiny_folder import make_folder  # noqa: E402
 from tests.vllm_mlx.process import EngineProcess, greedy, running_process  # noqa: E402
 
@@ -113,6 +114,8 @@ def test_only_the_front_is_answered(engine: EngineProcess) -> None:
     for path in ("/health", "/v1/models", "/v1/pion/stats"):
         assert engine.ask(path, key="another")[0] == 401
         assert engine.ask(path)[0] == 200
+    messages = {"messages": OTHER}  # the model's name is the engine's own where none is given
+    assert engine.ask("/v1/pion/count_tokens", messages)[0] == 200
 
 
 def test_stats_without_a_store_say_so(engine: EngineProcess) -> None:
@@ -200,6 +203,24 @@ def test_explain_names_the_first_token_that_differs(
         assert (told["stored_text"]["token"], told["asked_text"]["token"]) == ("n", "f")
         assert told["asked_text"]["before"].endswith("It is ")
         assert told["prompt_tokens"] == engine.chat(asked[1])["usage"]["prompt_tokens"]
+
+
+def test_serve_passes_flags_on_and_tells_what_was_reused_in_its_own_apis(
+    tmp_path: Path, pion_server: RunningServer, plain: Path
+) -> None:
+    words = ["--engine", "vllm-mlx", "--model", str(plain), "--max-num-seqs", "4"]
+    words += store(pion_server)
+    with running_front(tmp_path, *words, engine="pion_vllm_mlx.serve.engine_vllm_mlx") as front:
+        asked = {**greedy(4), "messages": HELLO[1:], "system": SYSTEM["content"]}
+        first = front.request("/v1/messages", asked)[1]
+        again = front.request("/v1/messages", asked)[1]
+        assert again["content"] == first["content"]
+        assert first["usage"].get("cache_read_input_tokens", 0) == 0
+        read = again["usage"]["cache_read_input_tokens"]
+        assert read == first["usage"]["input_tokens"] - 1
+        status, stats = front.request("/v1/pion/stats")
+        assert (status, stats["tokens_saved"]) == (200, read)
+        assert front.stop() == 0
 
 
 def test_flags_that_choose_another_cache_are_refused_by_name(tmp_path: Path, plain: Path) -> None:
