@@ -197,7 +197,6 @@ class KillLoop:
     victim: Victim
     plan: Plan
     tally: Tally = field(init=False)
-    pressure: bool = False
 
     def __post_init__(self) -> None:
         self.tally = Tally(self.plan.seed)
@@ -261,6 +260,7 @@ class KillLoop:
             client.stop.set()
         for thread in threads:
             thread.join(START_SECONDS)
+            assert not thread.is_alive(), f"{self._where()}: a client waits for ever"
         self._count(dead)
         if self.victim.pid:
             self._check()

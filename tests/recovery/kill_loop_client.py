@@ -97,15 +97,17 @@ class Client:
 
     def run(self, port: int) -> None:
         """Send one command after the other until told to stop, or the server is killed."""
+        self.failure = "an error of its own"  # unless it ends well
         try:
             with Wire.tcp(port) as wire:
                 while not self.stop.is_set():
                     self._step(wire)
+            self.failure = ""
         except TimeoutError:
             self.failure = f"no answer to {self._shown()}"
         except (OSError, EOFError) as error:
-            if not self.killed.is_set():
-                self.failure = f"{error!r} from a server that runs, after {self._shown()}"
+            why = f"{error!r} from a server that runs, after {self._shown()}"
+            self.failure = "" if self.killed.is_set() else why
         except AssertionError as error:
             self.failure = f"{error}\nhistory: " + "\n".join(self.history)
 
