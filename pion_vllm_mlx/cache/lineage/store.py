@@ -221,16 +221,19 @@ class LineageStore:
     # -- journals ---------------------------------------------------------------
 
     def save_journal(
-        self, key: str, tokens: Tokens, generated: Sequence[int], caches: Sequence[Any]
+        self, key: str, tokens: Tokens, generated: Sequence[int], caches: Sequence[Any] | None
     ) -> None:
         """Notes what was generated so far; ``caches`` hold prompt + generated[:-1].
+
+        None: they were kept already.
 
         Rows first, then the ids. For every 16th token; nothing without ``resume``.
         """
         if self._bypass is not None or not self.options.resume:
             return
         noted = list(generated)
-        self.keep([*tokens, *noted[:-1]], caches)
+        if caches is not None:
+            self.keep([*tokens, *noted[:-1]], caches)
         journal = Journal(self._back, self._key.names)
         self._in_background(lambda: journal.save(key, noted))
 

@@ -1,0 +1,144 @@
+"""mlx-lm's server as the engine of ``serve``: ``python -m pion_vllm_mlx.serve.engine_mlx_lm``.
+
+mlx-lm's own command line, model loading and continuous batching, with three names of
+``mlx_lm.server`` replaced while it runs: ``run`` (which builds our generator, cache and handler
+and speaks the protocol of ``engine_child``), ``stream_generate`` (requests that are not batched)
+and nothing else.  Every seam is checked first and refused by name when it differs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+from pion_vllm_mlx import config
+from pion_vllm_mlx.cache.lineage import LineageOptions
+from pion_vllm_mlx.errors import PionError
+from pion_vllm_mlx.serve.engine_child import (
+    EngineLink,
+    report_ready,
+    take_link,
+    watch_lifeline,
+)
+from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
+
+log = logging.getLogger("pion_vllm_mlx.serve")
+
+CLOSE_SECONDS = 15.0
+
+
+def lineage_options(
+    flags: PionFlags, link: EngineLink, cli: dict[str, Any]
+) -> LineageOptions | None:
+    """The settings of the store; None for ``--no-pion``. ``cli`` are mlx-lm's own flags."""
+    if not flags.enabled:
+        return None
+    quantized = cli.get("kv_bits") is not None and not cli.get("quantized_kv_start")
+    return LineageOptions(
+        url=flags.url,
+        budget_bytes=flags.budget_bytes,
+        min_gain=max(1, flags.min_gain),
+        vquant=flags.vquant,
+        key_parts={"tenant": link.tenant} if link.tenant else {},
+        checkpoints=config.ClientSwitches.from_environment().lineage,
+        resume=flags.resume,
+        durable=flags.durable_tokens > 0,
+        kv_bits=cli["kv_bits"] if quantized else None,
+        kv_group_size=int(cli.get("kv_group_size") or 64),
+    )
+
+
+class Engine:
+    """What stands in for ``mlx_lm.server.run``."""
+
+    def __init__(self, link: EngineLink, flags: PionFlags) -> None:
+        self._link = link
+        self._flags = flags
+
+    def run(self, host: str, port: int, model_provider: Any, **unused: Any) -> None:
+        """Serves until SIGTERM; ``host`` and ``port`` are the front's business."""
+        import mlx.core as mx
+
+        from pion_vllm_mlx.serve.engine_mlx_lm_generator import Generator
+        from pion_vllm_mlx.serve.engine_mlx_lm_http import Handler, Listening
+        from pion_vllm_mlx.serve.engine_mlx_lm_single import SingleRequests
+        from pion_vllm_mlx.serve.lineage_cache import CacheLimits, LineageCache
+
+        server: Any = importlib.import_module("mlx_lm.server")
+        cli = vars(model_provider.cli_args)
+        group = mx.distributed.init()
+        options = lineage_options(self._flags, self._link, cli)
+        if group.size() > 1 and options is not None:
+            log.warning("a model spread over %d processes is not stored", group.size())
+            options = None
+        limits = CacheLimits(cli["prompt_cache_size"], cli.get("prompt_cache_bytes"))
+        cache = LineageCache(options, limits)
+        server.stream_generate = SingleRequests(
+            server.stream_generate, cache, self._flags.durable_tokens
+        )
+        generator = Generator(model_provider, cache)
+        if group.rank() != 0:
+            generator.join()
+            return
+        Handler.link = self._link
+        fingerprint = server.get_system_fingerprint()
+        httpd = Listening(
+            ("127.0.0.1", 0),
+            lambda *args: Handler(generator, *args, system_fingerprint=fingerprint),
+        )
+        _stop_on_sigterm(httpd)
+        watch_lifeline(self._link)
+        report_ready(self._link, httpd.server_address[1], str(cli["model"] or ""))
+        with httpd:
+            httpd.serve_forever()
+        generator.stop_and_join()
+        cache.close(CLOSE_SECONDS)
+
+
+def _stop_on_sigterm(httpd: Any) -> None:
+    """SIGTERM, and Ctrl-C of an engine started by hand, end ``serve_forever``."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        threading.Thread(target=httpd.shutdown, daemon=True).start()  # it waits for the loop
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until SIGTERM; the exit code."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if importlib.util.find_spec("mlx_lm") is None:
+        print("mlx-lm is not installed: pip install 'pion-vllm-mlx[mlx]'", file=sys.stderr)
+        return 1
+    from pion_vllm_mlx.serve.engine_mlx_lm_seams import check_seams
+
+    link, rest = take_link(words)
+    flags, rest = take_pion_flags(rest)
+    try:
+        check_seams()
+    except PionError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    server: Any = importlib.import_module("mlx_lm.server")
+    server.run = Engine(link, flags).run
+    sys.argv = ["mlx_lm.server", *rest]
+    server.main()
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Everything is stored and closed.  MLX's own thread-bound streams would abort the process
+    # in its static destructors (0.32).
+    os._exit(code)

@@ -1,0 +1,61 @@
+"""Where the system prompt and the tools of a chat end, in tokens of mlx-lm's server."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from pion_vllm_mlx.cache.lineage import anchor_length
+from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import OTHER_USER, leading_system
+
+MAX_TEXTS = 64
+_REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError)
+"""What templates end in when a chat is not to their liking."""
+
+
+class Anchors:
+    """Anchors of chats; the system part of each distinct one is rendered once."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, list[int]] = OrderedDict()
+
+    def length(
+        self, tokenizer: Any, request: Any, settings: Mapping[str, Any], prompt: Sequence[int]
+    ) -> int | None:
+        """Where the anchor of ``prompt`` lies; None where the chat has no system part.
+
+        ``settings`` are the chat template's own, as mlx-lm was given them.
+        """
+        if request.request_type != "chat" or not tokenizer.has_chat_template:
+            return None
+        leading = leading_system(request.messages)
+        if not (leading or request.tools) or len(leading) == len(request.messages):
+            return None
+        key = json.dumps([id(tokenizer), leading, request.tools, dict(settings)], default=str)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = _rendered(tokenizer, leading, request.tools, settings)
+            if len(self._known) > MAX_TEXTS:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return anchor_length(known, prompt) or None
+
+
+def _rendered(
+    tokenizer: Any, leading: list[Any], tools: Any, settings: Mapping[str, Any]
+) -> list[int]:
+    """The system part through the template; with another user message if it insists on one."""
+    for messages in (leading, [*leading, OTHER_USER]):
+        try:
+            return list(
+                tokenizer.apply_chat_template(
+                    messages, tools=tools, tokenize=True, add_generation_prompt=False, **settings
+                )
+            )
+        except _REFUSALS:
+            continue
+    return []

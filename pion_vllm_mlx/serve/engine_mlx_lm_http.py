@@ -1,0 +1,185 @@
+"""mlx-lm's HTTP handler with the engine protocol around it: key, receipt, ``/v1/pion``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from http.server import ThreadingHTTPServer
+from typing import Any
+
+from pion_vllm_mlx.cache.lineage import LineageStore
+from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
+from pion_vllm_mlx.serve.engine_mlx_lm_generator import Generator
+
+log = logging.getLogger("pion_vllm_mlx.serve")
+
+STATS, COUNT, EXPLAIN = "/v1/pion/stats", "/v1/pion/count_tokens", "/v1/pion/explain"
+BACKLOG = 128
+MAX_BODY_BYTES = 256 << 20
+SURROUNDINGS = 12
+_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
+"""What mlx-lm and chat templates end in when a body is not to their liking."""
+
+server: Any = importlib.import_module("mlx_lm.server")
+
+Json = dict[str, Any]
+
+
+class Listening(ThreadingHTTPServer):
+    """A thread a connection; none of them keeps the process alive."""
+
+    request_queue_size = BACKLOG
+    daemon_threads = True
+
+
+class Handler(server.APIHandler):  # type: ignore[misc]
+    """Serves one connection for the front that ``link`` names."""
+
+    link = EngineLink()
+    response_generator: Generator
+
+    def do_GET(self) -> None:
+        """The statistics; everything else is mlx-lm's."""
+        if not self._authorized():
+            return
+        if self.path == STATS:
+            self._answer(200, self.response_generator.cache.stats())
+        else:
+            super().do_GET()
+
+    def do_POST(self) -> None:
+        """Count and explain; everything else is mlx-lm's."""
+        if not self._authorized():
+            return
+        if self.path == COUNT:
+            self._answer_chat(lambda tokens: {"input_tokens": len(tokens)})
+        elif self.path == EXPLAIN:
+            self._explain()
+        else:
+            super().do_POST()
+
+    def handle_health_check(self) -> None:
+        """Healthy once the model is loaded."""
+        generator = self.response_generator
+        alive = generator.ready.is_set() and generator._generation_thread.is_alive()
+        self._answer(200 if alive else 503, {"status": "ok" if alive else "unavailable"})
+
+    def handle_models_request(self) -> None:
+        """The model that is served."""
+        model = {"id": self.response_generator.cli_args.model, "object": "model"}
+        self._answer(200, {"object": "list", "data": [{**model, "created": int(time.time())}]})
+
+    def generate_response(self, *args: Any, **options: Any) -> Json:
+        """mlx-lm's body or chunk; the whole body and the last chunk have the receipt."""
+        response: Json = super().generate_response(*args, **options)
+        if "usage" in response or response["choices"][0].get("finish_reason"):
+            self._add_receipt(response)
+        return response
+
+    def completion_usage_response(self, *args: Any, **options: Any) -> Json:
+        """mlx-lm's chunk of usage, with the receipt."""
+        response: Json = super().completion_usage_response(*args, **options)
+        self._add_receipt(response)
+        return response
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """The front has a line a request already."""
+        log.debug(format, *args)
+
+    # -- inside -----------------------------------------------------------------
+
+    def _authorized(self) -> bool:
+        if authorized(self.link, self.headers.get("Authorization")):
+            return True
+        self._answer(401, {"error": "this engine serves its front only"})
+        return False
+
+    def _add_receipt(self, response: Json) -> None:
+        receipt = self.response_generator.receipt()
+        if receipt is not None:
+            response["pion"] = receipt
+
+    def _answer(self, status: int, value: Any) -> None:
+        body = json.dumps(value, ensure_ascii=False, default=str).encode()
+        self._set_completion_headers(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+
+    def _answer_chat(self, told: Callable[[list[int]], Json]) -> None:
+        """Answers with what ``told`` says of a chat body's tokens."""
+        try:
+            body = self._body()
+            tokens = self._rendered(body)
+        except _REFUSALS as error:
+            self._answer(400, {"error": str(error) or type(error).__name__})
+            return
+        self._answer(200, told(tokens))
+
+    def _explain(self) -> None:
+        cache = self.response_generator.cache
+        if cache.store is None:
+            self._answer(200, {"sentence": "there is no store"})
+            return
+        length = int(self.headers.get("Content-Length") or 0)
+        if length <= len("{}"):
+            self.rfile.read(length)
+            if cache.last_miss is None:
+                self._answer(200, {"sentence": "no request has missed so far"})
+            else:
+                self._answer(200, self._explained(list(cache.last_miss)))
+            return
+        self._answer_chat(self._explained)
+
+    def _explained(self, tokens: list[int]) -> Json:
+        generator = self.response_generator
+        store, decode = generator.cache.store, generator.model_provider.tokenizer.decode
+        assert store is not None
+        return generator.on_mlx_thread(lambda: explained(store, decode, tokens))
+
+    def _body(self) -> Json:
+        length = int(self.headers.get("Content-Length") or 0)
+        if not 0 <= length <= MAX_BODY_BYTES:
+            raise ValueError("the body is too large")
+        body = json.loads(self.rfile.read(length))
+        if not isinstance(body, dict):
+            raise ValueError("the body must be a JSON object")
+        return body
+
+    def _rendered(self, body: Json) -> list[int]:
+        """The tokens of a chat body, as the generation thread would make them."""
+        request = server.CompletionRequest(
+            "chat", "", body["messages"], body.get("tools") or None, body.get("role_mapping")
+        )
+        return self.response_generator.rendered(request, body.get("chat_template_kwargs"))
+
+
+def explained(
+    store: LineageStore, decode: Callable[[Sequence[int]], str], tokens: list[int]
+) -> Json:
+    """Why these tokens are not a longer hit, with the first differing token decoded."""
+    found = store.explain(tokens)
+    told = asdict(found)
+    stored = told.pop("stored_tokens")
+    told["prompt_tokens"] = len(tokens)
+    if found.position is not None:
+        told["asked_text"] = _around(decode, tokens, found.position)
+        told["stored_text"] = _around(decode, stored, found.position)
+    return told
+
+
+def _around(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], position: int
+) -> dict[str, str]:
+    """The token at ``position``, and the text before and behind it."""
+    pieces = {
+        "before": tokens[max(0, position - SURROUNDINGS) : position],
+        "token": tokens[position : position + 1],
+        "after": tokens[position + 1 : position + 1 + SURROUNDINGS],
+    }
+    return {name: str(decode(list(piece))) for name, piece in pieces.items()}

@@ -1,0 +1,120 @@
+"""What is decided about one request before its caches are fetched, and what became of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pion_vllm_mlx.cache.lineage import Cut, Match
+from pion_vllm_mlx.cache.vllm_mlx_backend_live import LiveHit
+
+#: prefills of fewer tokens say nothing about a rate.
+LEAST_MEASURED_TOKENS = 64
+_NEWEST_WEIGHT = 0.3
+
+
+@dataclass
+class Rate:
+    """Tokens a second on this machine, the latest measurements counting most; 0: unknown."""
+
+    tokens_per_second: float = 0.0
+
+    def measured(self, tokens: int, seconds: float) -> None:
+        """Enters a measurement, unless it is of too few tokens."""
+        if tokens < LEAST_MEASURED_TOKENS or seconds <= 0:
+            return
+        newest = tokens / seconds
+        known = self.tokens_per_second or newest
+        self.tokens_per_second = known + _NEWEST_WEIGHT * (newest - known)
+
+    def ms(self, tokens: int) -> float | None:
+        """How long ``tokens`` take; None before the first measurement."""
+        rate = self.tokens_per_second
+        return tokens / rate * 1000 if rate else None
+
+
+@dataclass(eq=False)
+class Plan:
+    """One request: what may be reused, where its prefill is cut, and what came of it.
+
+    ``hit`` is what memory has, ``match`` what the store has, None where it was not wanted.
+    ``resume`` are tokens that a killed process had generated already; ``journal`` is the key
+    under which those of this one are noted, "" for none.  ``reused``, ``tier`` and
+    ``restore_ms`` are known once the caches were fetched, ``done`` is set at the end.
+    """
+
+    tokens: Sequence[int]
+    common: int = 0
+    hit: LiveHit | None = None
+    match: Match | None = None
+    cuts: list[Cut] = field(default_factory=list)
+    why: str = ""
+    single: bool = False
+    journal: str = ""
+    resume: list[int] = field(default_factory=list)
+    reused: int = 0
+    tier: str = "none"
+    restore_ms: float = 0.0
+    fetched_at: float = 0.0
+    alone: bool = True
+    done: bool = False
+
+    @property
+    def computed(self) -> int:
+        """Tokens of the prompt that the model has to see."""
+        return len(self.tokens) - self.reused
+
+    def segments(self) -> tuple[list[list[int]], list[str]]:
+        """The prompt cut into pieces, and what the cache at the end of each is kept as."""
+        tokens = list(self.tokens)
+        ends = [cut.position for cut in self.cuts]
+        pieces = [tokens[a:b] for a, b in zip([0, *ends], [*ends, len(tokens)], strict=True)]
+        return pieces, [*(cut.kind for cut in self.cuts), "final"]
+
+    def fetched(self, reused: int, tier: str, restore_ms: float, alone: bool) -> None:
+        """Notes what the fetch gave; ``alone``: no other request was being served."""
+        self.reused, self.tier, self.restore_ms = reused, tier, restore_ms
+        self.alone, self.fetched_at = alone, time.perf_counter()
+        if not self.why and self.computed > 1:
+            self.why = self._why_not_more()
+
+    def _why_not_more(self) -> str:
+        if not self.common:
+            return "nothing is kept that begins like this prompt"
+        if self.reused < self.common:
+            return f"{self.common} tokens agree, but no state is kept between"
+        return f"the prompt leaves what is kept at token {self.common}"
+
+    def receipt(self, rate: Rate) -> dict[str, Any]:
+        """What was reused, from where, and the time that spared on this machine."""
+        spared = rate.ms(self.reused)
+        return {
+            "prompt_tokens": len(self.tokens),
+            "reused_tokens": self.reused,
+            "computed_tokens": self.computed,
+            "tier": self.tier,
+            "restore_ms": round(self.restore_ms, 3),
+            "saved_ms": None if spared is None else round(spared - self.restore_ms, 3),
+            "resumed_tokens": len(self.resume),
+            "why": self.why,
+        }
+
+    def line(self) -> str:
+        """The request's line in the log."""
+        told = f"prompt of {len(self.tokens)} tokens: {self.reused} reused"
+        if self.reused:
+            told += f" from {self.tier} in {self.restore_ms:.1f} ms"
+        told += f", {self.computed} computed"
+        if self.resume:
+            told += f", reply resumed at token {len(self.resume)}"
+        return f"{told}; not more: {self.why}" if self.why else told
+
+
+class PlannedPrompt(list[int]):
+    """The tokens of a prompt, with the plan that was made for them."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(plan.tokens)
+        self.plan = plan
