@@ -15,10 +15,11 @@ import psutil
 import pytest
 
 from pion_vllm_mlx.serve.request_body import MAX_BODY_BYTES
-from tests.serve.front import Front, running_front
+from tests.serve.front import Front, running_front, until
 
 KEY = "sk-pion-ünicode"
 POSTS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/chat/completions", "/v1/responses")
+LONG = "say these words are six exactly once"
 HI = {"max_tokens": 5, "messages": [{"role": "user", "content": "say hi"}], "input": "say hi"}
 
 
@@ -201,22 +202,23 @@ def test_explain_takes_any_apis_body_and_none_at_all(front: Front) -> None:
 
 def test_metrics_count_requests_tokens_and_the_engines_numbers(front: Front) -> None:
     front.request("/v1/messages", HI)
-    status, body = front.request("/metrics")
-    text = body["text"]
-    assert status == 200
-    assert 'pion_requests_total{endpoint="/v1/messages",status="200"}' in text
+    wanted = 'pion_requests_total{endpoint="/v1/messages",status="200"}'
+    # A request is counted when it is over, which its client may know a moment before.
+    until(lambda: wanted in front.request("/metrics")[1]["text"], "the request's count")
+    text = front.request("/metrics")[1]["text"]
     assert 'pion_tokens_total{kind="cached"}' in text
     assert "pion_engine_requests " in text
     assert "pion_engine_loads 1.0" in text
 
 
 def test_each_request_is_one_log_line_and_a_path_cannot_forge_another(front: Front) -> None:
-    before = len(front.output().splitlines())
+    def lines() -> list[str]:
+        return [line for line in front.output().splitlines() if "forged" in line or said in line]
+
+    said = "reused=0 computed=7 generated=6"
     front.request("/v1/x%0aINFO%20forged", {})
-    front.request("/v1/chat/completions", HI)
-    lines = [line for line in front.output().splitlines()[before:] if " POST " in line]
-    assert len(lines) == 2
-    assert "\\n" in lines[0]
-    assert "reused=" in lines[1]
-    assert "computed=" in lines[1]
-    assert "tier=memory" in lines[1]
+    front.request("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}]})
+    until(lambda: len(lines()) == 2, "both lines")
+    assert "\\n" in lines()[0]
+    assert "POST /v1/chat/completions 200" in lines()[1]
+    assert "tier=memory" in lines()[1]
