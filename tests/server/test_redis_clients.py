@@ -14,13 +14,16 @@ import pytest
 import redis
 import redis.asyncio
 
+from pion_vllm_mlx.server import commands
 from pion_vllm_mlx.server.command import TABLE
 from tests.conftest import RunningServer
 from tests.server.wire import Wire
 
 ROW = struct.pack("<4f", 1, -2, 0.5, 0)
-#: they end the connection or the server, or change what the connection speaks.
-_APART = {b"SHUTDOWN", b"QUIT", b"RESET", b"HELLO", b"MULTI", b"EXEC", b"DISCARD"}
+assert commands.__all__  # they fill the table
+#: they end the connection or the server, or change what the connection speaks; redis-py hangs
+#: up itself when AUTH is refused.
+_APART = {b"SHUTDOWN", b"QUIT", b"RESET", b"HELLO", b"MULTI", b"EXEC", b"DISCARD", b"AUTH"}
 
 
 @pytest.fixture(params=[2, 3])
@@ -106,14 +109,17 @@ def test_an_error_is_raised_alone_and_returned_inside_of_an_array(client: redis.
 
 
 def test_every_command_of_the_table_gives_redis_py_one_reply(client: redis.Redis) -> None:
+    names = sorted(TABLE.keys() - _APART)
+    assert len(names) > 100
     connection = client.connection_pool.get_connection()
-    for name in sorted(TABLE.keys() - _APART):
+    for name in names:
         for words in ((), ("a",), ("a", "b"), ("a", "1", "c", "d")):
             connection.send_command(name, *words)
             connection.send_command("ECHO", name)
             try:
                 connection.read_response()
             except redis.RedisError as error:
+                assert isinstance(error, redis.ResponseError), (name, words, error)
                 assert "internal error" not in str(error), (name, words)
             assert connection.read_response() == name, words
     client.connection_pool.release(connection)
