@@ -64,7 +64,7 @@ class Routes:
         worker = named_worker(error)
         if worker is None:
             return False
-        if self._endpoint.workers() <= worker:
+        if self._endpoint.workers() <= max(1, worker):
             self.forget()  # another server answers than the one that was asked
         self._remember(namespace, worker)
         return True

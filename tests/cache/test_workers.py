@@ -20,7 +20,7 @@ from pion_vllm_mlx.cache.completion import COMPLETION_LAYER
 from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from pion_vllm_mlx.cache.store_client import Registration
-from pion_vllm_mlx.cache.store_client_endpoint import BackOff
+from pion_vllm_mlx.cache.store_client_endpoint import BackOff, _Known
 from pion_vllm_mlx.cache.store_client_routes import usual_worker
 from tests.cache.continuing import continued, unstored
 from tests.conftest import RunningServer, free_port_block
@@ -315,7 +315,21 @@ def test_other_numbers_of_workers_serve_what_they_have_and_miss_the_rest(
                 ask(old, model, space, wanted)
                 fresh(own, model, space, wanted)
         assert {fresh(own, model, space, wanted) for space in spaces} == {lane}
-        assert len({owner_of(own, space) for space in spaces}) > 1
+        assert old.stats()["rejected"] == 0
+
+
+@pytest.mark.parametrize("home", range(WORKERS))
+def test_a_client_that_knew_one_worker_finds_its_prefixes_among_several(
+    shared: RunningServer, model: Any, wanted: list[bytes], lane: str, home: int
+) -> None:
+    name = named(home, f"alone-{lane}")
+    store(shared, model, name, wanted)
+    for worker in range(WORKERS):
+        with PionPromptCache(model, port=shared.port + 2 + worker) as old:
+            old._endpoint._known = _Known()  # as before a restart with more workers
+            assert ask(old, model, name, wanted) == lane
+            stats = old.stats()
+            assert stats["rejected"] == stats["unavailable"] == 0
 
 
 def test_a_prefix_that_moved_to_another_worker_is_found_there(
