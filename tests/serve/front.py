@@ -89,7 +89,10 @@ def _parsed(raw: bytes) -> Json:
 def running_front(
     folder: Path, *flags: str, engine: str = SCRIPTED, healthy: bool = True
 ) -> Iterator[Front]:
-    """A front with ``flags`` over ``engine`` on a port that the system chose."""
+    """A front with ``flags`` over ``engine`` on a port that the system chose.
+
+    What it stores lies in ``folder/data``; two fronts on one folder share it.
+    """
     log = folder / f"front-{len(list(folder.glob('front-*.log')))}.log"
     # serve itself knows two engines; this one is named to ``run``.
     code = (
@@ -98,6 +101,7 @@ def running_front(
     )
     words = [engine, "--port", "0", "--model", "scripted", *flags]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    env |= {"PION_DATA_DIR": str(folder / "data"), "HF_HUB_OFFLINE": "1"}
     env.pop("PION_API_KEY", None)
     with log.open("wb") as output:
         process = subprocess.Popen(

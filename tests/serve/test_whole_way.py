@@ -1,4 +1,6 @@
-"""The whole way on a real model: the front over mlx-lm's own server and a tiny random model.
+"""The whole way on a real model: the front over a tiny random model, in two engines.
+
+One is mlx-lm's own server, the other ours over it.
 
 What a random model says is noise, so these tests compare APIs with each other: the same prompt
 through each of them is the same prompt to the model.
@@ -6,14 +8,18 @@ through each of them is the same prompt to the model.
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import openai
 import pytest
 
-from tests.serve.front import Front, running_front
+from pion_vllm_mlx.serve import options
+from tests.serve.front import Front, running_front, until
 
 pytest.importorskip("mlx_lm")
 
@@ -24,26 +30,36 @@ HEADER = "x-anthropic-billing-header: cc_version=2.0; nonce="
 LIMIT = 24
 
 
+ENGINES = ("tests.serve.stock_engine", options.ENGINES["mlx-lm"].module)
+
+
 @pytest.fixture(scope="module")
-def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
-    """A front over mlx-lm's server."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's folder."""
     from tests.serve.tiny_folder import make_folder
 
-    folder = tmp_path_factory.mktemp("stock")
-    model = make_folder(folder / "llama")
-    with running_front(folder, "--model", str(model), engine="tests.serve.stock_engine") as front:
+    return make_folder(tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def running(
+    tmp_path_factory: pytest.TempPathFactory, model: Path, request: pytest.FixtureRequest
+) -> Iterator[Front]:
+    """A front over each engine."""
+    folder = tmp_path_factory.mktemp("front")
+    with running_front(folder, "--model", str(model), engine=request.param) as front:
         yield front
 
 
 @pytest.fixture
-def gpt(stock: Front) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{stock.url}/v1", api_key="x", max_retries=0) as client:
+def gpt(running: Front) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0) as client:
         yield client
 
 
 @pytest.fixture
-def claude(stock: Front) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=stock.url, api_key="x", max_retries=0) as client:
+def claude(running: Front) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=running.url, api_key="x", max_retries=0) as client:
         yield client
 
 
@@ -122,15 +138,15 @@ def test_a_nonce_in_the_billing_header_does_not_cost_the_prefix(
     assert len(prompts) == 1
 
 
-def test_a_prompt_that_the_template_refuses_is_a_400(stock: Front) -> None:
-    status, body = stock.request("/v1/chat/completions", {"messages": [*MESSAGES, MESSAGES[0]]})
+def test_a_prompt_that_the_template_refuses_is_a_400(running: Front) -> None:
+    status, body = running.request("/v1/chat/completions", {"messages": [*MESSAGES, MESSAGES[0]]})
     assert status == 400
     assert "the system message must be first" in body["error"]["message"]
 
 
-def test_wrong_sampling_settings_are_a_400(stock: Front) -> None:
+def test_wrong_sampling_settings_are_a_400(running: Front) -> None:
     for wrong in ({"temperature": "hot"}, {"temperature": -1}, {"top_p": 2}, {"max_tokens": 0}):
-        status, body = stock.request("/v1/chat/completions", {"messages": MESSAGES, **wrong})
+        status, body = running.request("/v1/chat/completions", {"messages": MESSAGES, **wrong})
         assert (status, body["error"]["type"]) == (400, "invalid_request_error")
 
 
@@ -181,3 +197,31 @@ def test_a_tool_turn_is_the_same_prompt_in_every_api(
     reused = asked.usage.prompt_tokens - 1
     assert used.cache_read_input_tokens == reused
     assert response.usage.input_tokens_details.cached_tokens == reused
+
+
+def test_a_conversation_outlives_a_kill_of_front_and_engine(tmp_path: Path, model: Path) -> None:
+    messages = [{"role": "system", "content": SYSTEM * 10}, *USER]
+    asked = {"messages": messages, "max_tokens": LIMIT, "temperature": 0}
+
+    def ask(front: Front) -> Any:
+        status, body = front.request("/v1/chat/completions", asked)
+        assert status == 200, body
+        return body
+
+    def stored(front: Front) -> bool:
+        stats = front.request("/v1/pion/stats")[1]
+        return bool(stats.get("written")) and not stats["waiting"]
+
+    flags, engine = ("--model", str(model)), ENGINES[1]
+    with running_front(tmp_path, *flags, engine=engine) as front:
+        first = ask(front)
+        until(lambda: stored(front), "the prompt in the store")
+        os.kill(front.pid, signal.SIGKILL)
+        front.process.wait(timeout=30)
+    with running_front(tmp_path, *flags, engine=engine) as front:
+        again = ask(front)
+    assert again["choices"] == first["choices"]
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    reused = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert reused == again["usage"]["prompt_tokens"] - 1
+    assert again["pion"]["tier"] in ("mapped", "stored")
