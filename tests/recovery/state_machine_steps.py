@@ -149,8 +149,8 @@ class Steps:
 
     # -- rollback points ---------------------------------------------------------
 
-    def take_point(self, rng: Random) -> None:
-        sid = self._stored_sid(rng)
+    def take_point(self, rng: Random, sid: bytes = b"") -> None:
+        sid = sid or self._stored_sid(rng)
         reply = self.ask((b"V.SNAPSHOT", sid))
         if isinstance(reply, int):
             assert all(reply > old for old in self.world.prefixes.sides[sid].points)
@@ -164,11 +164,11 @@ class Steps:
         there = sorted(self.world.prefixes.sides)
         return rng.choice(there if there and rng.random() < 0.9 else SIDS)
 
-    def use_point(self, rng: Random) -> None:
+    def use_point(self, rng: Random, sid: bytes = b"") -> None:
         """Back to a point; it may be released then."""
         sides = self.world.prefixes.sides
         with_points = sorted(name for name, side in sides.items() if side.points)
-        sid = rng.choice(with_points) if with_points else self._stored_sid(rng)
+        sid = sid or (rng.choice(with_points) if with_points else self._stored_sid(rng))
         points = list(sides[sid].points) if sid in sides else []
         point = rng.choice(points) if points else 5
         words: Words = (b"V.RESTORE", sid, b"%d" % point)
@@ -177,6 +177,26 @@ class Steps:
             assert self.ask((b"V.COMMIT", sid, b"%d" % point)) == 1
             assert self.ask((b"V.COMMIT", sid, b"%d" % point)) == 0
             del sides[sid].points[point]
+
+    def branch(self, rng: Random) -> None:
+        """Points of one session, rows over and behind its ends, and back to the points."""
+        sid = self._stored_sid(rng)
+        side = self.world.prefixes.sides.get(sid)
+        for _ in range(rng.randint(4, 10) if side is not None else 0):
+            assert side is not None
+            action = rng.choice(["point", "rows", "rows", "back", "back"])
+            if action == "point" or (action == "back" and not side.points):
+                self.take_point(rng, sid)
+            elif action == "back":
+                self.use_point(rng, sid)
+            else:
+                layer = rng.choice([0, *side.layers])
+                end = side.layers[layer].count if layer in side.layers else 0
+                place = (sid, layer, max(0, end + rng.choice([-2, 0, 3])))
+                how = {"encoding": "STORED", "head_major": rng.random() < 0.5, "crc": False}
+                op = Op("store", (place, rng.randint(1, 4), rng.randrange(4), how))
+                self.send(*op.prepare(self.world, now()))
+        self.read(rng, sid)
 
     # -- what is in memory only --------------------------------------------------
 
@@ -274,9 +294,9 @@ class Steps:
                 if layer.spec[1] in ("fp16", "fp32"):
                     assert file.get_tensor(f"{name}.0").tobytes() == layer.stored(0, rows)
 
-    def read(self, rng: Random) -> None:
+    def read(self, rng: Random, sid: bytes = b"") -> None:
         """Float rows, past the end too."""
-        sid = self._stored_sid(rng)
+        sid = sid or self._stored_sid(rng)
         side = self.world.prefixes.sides.get(sid)
         if side is None or not side.layers:
             return
@@ -294,6 +314,6 @@ class Steps:
 
     steps: ClassVar[list[Callable[[Steps, Random], None]]] = [
         *[prefix, key] * 12,
-        *[transaction, take_point, use_point, slot, blob, index, read] * 2,
+        *[transaction, take_point, use_point, branch, branch, slot, blob, index, read] * 2,
         *[prefix_that_ends_now, key_that_ends_soon, save, seal, export],
     ]
