@@ -95,12 +95,21 @@ class Engine:
             lambda *args: Handler(generator, *args, system_fingerprint=fingerprint),
         )
         _stop_on_sigterm(httpd)
+        _quiet_progress()
         watch_lifeline(self._link)
         report_ready(self._link, httpd.server_address[1], str(cli["model"] or ""))
         with httpd:
             httpd.serve_forever()
         generator.stop_and_join()
         cache.close(CLOSE_SECONDS)
+
+
+def _quiet_progress() -> None:
+    """mlx-lm logs each step of a prefill; at INFO a request has one line, its plan's."""
+    if logging.getLogger().isEnabledFor(logging.DEBUG):
+        return
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(lambda record: not str(record.msg).startswith("Prompt processing"))
 
 
 def _stop_on_sigterm(httpd: Any) -> None:

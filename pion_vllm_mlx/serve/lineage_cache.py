@@ -272,7 +272,9 @@ class LineageCache:
             return None
         reused = min(restored.length, len(plan.tokens) - 1)
         plan.fetched(reused, restored.lane, restored.ms, alone)
-        return list(restored.caches)
+        caches = list(restored.caches)
+        self._put([*plan.tokens, *plan.resume][: restored.length], copy.deepcopy(caches), "final")
+        return caches
 
     def _worth_restoring(self, match: Match) -> bool:
         """Whether a restore holds up others for no longer than the prefill would."""
@@ -291,14 +293,20 @@ class LineageCache:
         if not tokens:
             return
         self._note_progress(tokens, reply)
-        try:
-            self._live.put(tokens, caches, kind)
-        except UnsupportedCache as reason:
-            self._tell(f"not kept in memory: {reason}")
+        if not self._put(tokens, caches, kind):
             return
         # A reply's recurrent state would be a second state a turn: it stays in this process.
         if self._store is not None and not (reply and self._recurrent):
             self._store.keep(tokens, caches, kind)
+
+    def _put(self, tokens: Sequence[int], caches: list[Any], kind: str) -> bool:
+        """Keeps live caches; False, and said once, for those that cannot be kept at all."""
+        try:
+            self._live.put(tokens, caches, kind)
+        except UnsupportedCache as reason:
+            self._tell(f"not kept: {reason}")
+            return False
+        return True
 
     def _note_progress(self, tokens: list[int], reply: bool) -> None:
         """Measures a prefill that ended here, or closes the request."""

@@ -25,9 +25,10 @@ COUNTING = "tests.serve.counting_engine"
 
 @dataclass
 class Reply:
-    """What a request was answered with; ``forward`` tokens went through the model for it."""
+    """What a request was answered with, and how many tokens the model saw for it."""
 
     text: str
+    tokens: list[int]
     usage: Json
     receipt: Json
     forward: int
@@ -163,12 +164,14 @@ class Engine:
 
     def _reply(self, path: str, body: Json) -> Reply:
         before = self.forward
-        status, answer = self.request(path, {"temperature": 0, **body})
+        status, answer = self.request(path, {"temperature": 0, "logprobs": True, **body})
         assert status == 200, answer
         choice = answer["choices"][0]
-        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        text = choice["text"] if "text" in choice else choice["message"].get("content")
         seen = self.forward - before
-        return Reply(text or "", answer["usage"], answer.get("pion", {}), seen)
+        noted = choice.get("logprobs", {}).get("content", [])
+        tokens = [int(one["id"]) for one in noted]
+        return Reply(text or "", tokens, answer["usage"], answer.get("pion", {}), seen)
 
 
 @contextlib.contextmanager
