@@ -13,6 +13,8 @@ caches, past this one.
 from __future__ import annotations
 
 import importlib
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +48,7 @@ class _Installed:
     """What is installed in this process; at most one."""
 
     replacements: Replacements
-    caches: list[PionPrefixCache]
+    caches: weakref.WeakSet[PionPrefixCache]
     layer: Any
 
 
@@ -75,12 +77,12 @@ def install_vllm_mlx_backend(
     check(seams)
     if settings is None:
         settings = BackendSettings(LineageOptions(url=url, budget_bytes=int(budget_gb * 10**9)))
-    anchors, caches = AnchorTexts(), list[PionPrefixCache]()
+    anchors, caches = AnchorTexts(), weakref.WeakSet[PionPrefixCache]()
     cache_class = _cache_class(settings, anchors, caches)
     replacements = Replacements()
     replacements.replace(PREFIX_CACHE, cache_class)
     if has_mllm():
-        replacements.replace(MLLM_PREFIX_CACHE, cache_class)
+        replacements.replace(MLLM_PREFIX_CACHE, _for_image_models(cache_class))
     patch_scheduler(replacements, anchors)
     patch_chat_template(replacements, anchors)
     patch_engine(replacements)
@@ -104,22 +106,37 @@ def uninstall_vllm_mlx_backend() -> None:
 
 
 def installed_caches() -> list[PionPrefixCache]:
-    """The cache objects that engines of this process have built so far."""
+    """The cache objects of the engines of this process."""
     return list(_CURRENT[0].caches) if _CURRENT else []
 
 
 def _cache_class(
-    settings: BackendSettings, anchors: AnchorTexts, caches: list[PionPrefixCache]
-) -> type[PionPrefixCache]:
+    settings: BackendSettings, anchors: AnchorTexts, caches: weakref.WeakSet[PionPrefixCache]
+) -> Callable[[Any, Any], PionPrefixCache]:
     class InstalledPrefixCache(PionPrefixCache):
         """The cache of an engine: built as vllm-mlx builds its own."""
 
         def __init__(self, model: Any, config: Any) -> None:
             super().__init__(model, config, settings)
             anchors.wanted = anchors.wanted or self.wants_cuts
-            caches.append(self)
+            caches.add(self)
 
     return InstalledPrefixCache
+
+
+def _for_image_models(ours: Callable[[Any, Any], PionPrefixCache]) -> Callable[..., Any]:
+    """What builds the cache of an image model's text requests.
+
+    vllm-mlx itself keeps the last logits of a recurrent one, for an exact repeat; no cut can
+    be made there, so those models keep vllm-mlx's own cache.
+    """
+    stock = vars(MLLM_PREFIX_CACHE.owner())[MLLM_PREFIX_CACHE.name]
+
+    def build(model: Any, config: Any) -> Any:
+        cache = ours(model, config)
+        return stock(model=model, config=config) if cache.recurrent else cache
+
+    return build
 
 
 def _add_layer() -> Any:

@@ -9,19 +9,34 @@ thread that owns MLX; the statistics are plain numbers that any thread may read.
 from __future__ import annotations
 
 import logging
+import time
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pion_vllm_mlx.cache.completion import token_ids
+import numpy as np
+
+from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import Cut, LineageOptions, LineageStore, Match
 from pion_vllm_mlx.cache.lineage.types import CutKind, KeepKind
-from pion_vllm_mlx.cache.vllm_mlx_backend_live import LiveTier, check_length
+from pion_vllm_mlx.cache.vllm_mlx_backend_live import LiveTier, Tokens, check_length
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
 
 log = logging.getLogger(__name__)
 
 MEGABYTE = 1 << 20
+#: what a fault of ours or of MLX can end in: on the generation thread it would end every request
+UNEXPECTED = (
+    PionError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_NO_TOKENS = np.zeros(0, np.uint32)
 #: a guard, or a divergence, is only worth a state of its own when it spares so many tokens.
 CHECKPOINT_GAIN = 256
 GUARD_DISTANCE = 16
@@ -46,13 +61,18 @@ class Lookup:
     ``tier``: ``memory``, the store's lane, or ``none``.  ``why`` says why it was not more.
     """
 
-    prompt_tokens: int
+    ids: TokenIds
     reused_tokens: int = 0
     tier: str = "none"
     why: str = ""
     common: int = 0
     restore_ms: float = 0.0
     match: Match | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return int(self.ids.size)
 
 
 @dataclass(frozen=True)
@@ -61,6 +81,7 @@ class Miss:
 
     core: Any
     tokens: list[int]
+    at: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -92,9 +113,9 @@ class PionPrefixCache:
         self._last_matched_key: list[int] | None = None
         self._told: set[str] = set()
         kinds = _kinds(model)
-        self._recurrent = "ArraysCache" in kinds
+        self.recurrent = "ArraysCache" in kinds
         self._wants_cuts = bool(kinds & {"ArraysCache", "RotatingKVCache", "ChunkedKVCache"})
-        self.last_lookup = Lookup(0)
+        self.last_lookup = Lookup(_NO_TOKENS)
         self.last_miss: Miss | None = None
         self.prefill_tokens_per_second = 0.0
 
@@ -106,9 +127,18 @@ class PionPrefixCache:
         The caches are the caller's own; None with all of ``tokens`` for a miss.
         """
         prompt = list(tokens)
-        self.last_lookup = lookup = Lookup(len(prompt))
-        caches = self._find(prompt, lookup) if len(prompt) > 1 else None
-        self._count(lookup)
+        try:
+            lookup = Lookup(np.frombuffer(array("I", prompt), np.uint32))
+            caches = self._find(lookup) if len(prompt) > 1 else None
+        except OverflowError:
+            lookup = Lookup(_NO_TOKENS, why="token ids outside 32 bits (images) are not cached")
+            caches = None
+        except UNEXPECTED as error:
+            # A prefix cache is no reason for a request to fail.
+            log.exception("the prefix cache failed")
+            lookup, caches = Lookup(_NO_TOKENS, why=f"the cache failed: {error}"), None
+        self.last_lookup = lookup
+        self._count(lookup, len(prompt))
         self._last_matched_key = prompt[: lookup.reused_tokens] if caches else None
         self._last_match_type = "prefix" if caches else "miss"
         return (caches, prompt[lookup.reused_tokens :]) if caches else (None, prompt)
@@ -201,7 +231,7 @@ class PionPrefixCache:
 
     def keep(
         self,
-        tokens: Sequence[int],
+        tokens: Tokens,
         caches: Sequence[Any],
         kind: KeepKind = "final",
         *,
@@ -214,22 +244,23 @@ class PionPrefixCache:
         try:
             check_length(caches, len(tokens))
             live = self._live.put(tokens, caches, kind)
+            self._counters.kept += 1
+            store = self.store_or_none()
+            if store is None or (reply and self.recurrent):
+                return live
+            return store.keep(tokens, caches, kind) or live
         except UnsupportedCache as reason:
-            self._counters.refused += 1
             self._tell(f"not kept: {reason}")
-            return False
-        self._counters.kept += 1
-        store = self.store_or_none()
-        if store is None or (reply and self._recurrent):
-            return live
-        stored = store.keep(tokens, caches, kind)
-        return live or stored
+        except UNEXPECTED:
+            log.exception("a prefix could not be kept")
+        self._counters.refused += 1
+        return False
 
-    def cuts(self, tokens: Sequence[int], lookup: Lookup, anchor: int | None) -> list[Cut]:
+    def cuts(self, lookup: Lookup, anchor: int | None) -> list[Cut]:
         """Where this prompt's cache has to be kept while what is not reused is prefilled."""
         if not self._wants_cuts:
             return []
-        match = lookup.match if lookup.match is not None else Match(token_ids(tokens))
+        match = lookup.match if lookup.match is not None else Match(lookup.ids)
         match = replace(
             match,
             length=lookup.reused_tokens,
@@ -237,8 +268,8 @@ class PionPrefixCache:
         )
         store = self.store_or_none()
         if store is not None and store.bypass is None:
-            return store.cuts(tokens, match, anchor)
-        return plain_cuts(len(tokens), match.length, match.common, anchor)
+            return store.cuts(lookup.ids, match, anchor)
+        return plain_cuts(lookup.prompt_tokens, match.length, match.common, anchor)
 
     def bound(self, max_kv_size: int) -> None:
         """Told of ``--max-kv-size``: such caches are other than the model's own.
@@ -281,47 +312,45 @@ class PionPrefixCache:
 
     # --------------------------------------------------------------------------------------
 
-    def _find(self, prompt: list[int], lookup: Lookup) -> list[Any] | None:
+    def _find(self, lookup: Lookup) -> list[Any] | None:
         """The longest prefix of either tier; notes in ``lookup`` what it was."""
-        try:
-            hit = self._live.find(prompt)
-            lookup.common = self._live.common(prompt)
-        except UnsupportedCache as reason:
-            lookup.why = str(reason)
-            return None
+        hit = self._live.find(lookup.ids)
+        lookup.common = self._live.common(lookup.ids)
         length = hit.length if hit else 0
-        stored = self._restored(prompt, length, lookup)
+        stored = self._restored(length, lookup)
         if stored is not None:
             return stored
         caches = self._live.take(hit) if hit else None
         if caches is not None:
             lookup.tier, lookup.reused_tokens = "memory", length
-            lookup.why = lookup.why or _why_not_more(len(prompt), length, lookup.common)
+            if lookup.match is None or lookup.match.length <= length:
+                lookup.why = ""
+        lookup.why = lookup.why or _why_not_more(lookup)
         return caches
 
-    def _restored(self, prompt: list[int], length: int, lookup: Lookup) -> list[Any] | None:
+    def _restored(self, length: int, lookup: Lookup) -> list[Any] | None:
         """What the store holds, where that is at least ``min_gain`` tokens more."""
         options, store = self.settings.options, self.store_or_none()
         if store is None or options is None:
-            lookup.why = lookup.why or _why_not_more(len(prompt), length, lookup.common)
             return None
-        if len(prompt) - 1 - length < options.min_gain:
+        if lookup.prompt_tokens - 1 - length < options.min_gain:
             return None
-        lookup.match = match = store.match(prompt)
+        lookup.match = match = store.match(lookup.ids)
+        lookup.common = max(lookup.common, match.common)
         lookup.why = match.why
         if match.length < length + options.min_gain:
             return None
         restored = store.restore(match)
-        if restored is None or restored.length < length + 1:
+        if restored is None or restored.length <= length:
             lookup.why = "what is stored could not be restored"
             return None
         lookup.tier, lookup.reused_tokens = restored.lane, restored.length
         lookup.restore_ms = restored.ms
         return list(restored.caches)
 
-    def _count(self, lookup: Lookup) -> None:
+    def _count(self, lookup: Lookup, prompt_tokens: int) -> None:
         counters = self._counters
-        counters.tokens_asked += lookup.prompt_tokens
+        counters.tokens_asked += prompt_tokens
         counters.tokens_saved += lookup.reused_tokens
         counters.hits += lookup.reused_tokens > 0
         counters.misses += lookup.reused_tokens == 0
@@ -360,7 +389,8 @@ def _kinds(model: Any) -> set[str]:
     return set(names(make_prompt_cache(model)))
 
 
-def _why_not_more(count: int, length: int, common: int) -> str:
+def _why_not_more(lookup: Lookup) -> str:
+    count, length, common = lookup.prompt_tokens, lookup.reused_tokens, lookup.common
     if length >= count - 1:
         return ""
     if common > length:

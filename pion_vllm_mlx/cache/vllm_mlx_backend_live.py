@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,8 @@ import numpy as np
 from pion_vllm_mlx.cache.layers import cache_arrays, refuse_unknown
 from pion_vllm_mlx.errors import UnsupportedCache
 
+#: a list of token ids, or an array of them
+Tokens = Sequence[int] | Any
 TOKEN_BYTES = 4
 #: restore points of one conversation; a turn adds up to three: guard, end of prompt, reply.
 MAX_CHECKPOINTS = 8
@@ -60,17 +63,17 @@ class _Ledger:
         self._holders: dict[int, int] = {}
 
     def add(self, arrays: Iterable[mx.array]) -> None:
-        for array in arrays:
-            holders = self._holders.get(id(array), 0)
-            self._holders[id(array)] = holders + 1
-            self.nbytes += 0 if holders else array.nbytes
+        for one in arrays:
+            holders = self._holders.get(id(one), 0)
+            self._holders[id(one)] = holders + 1
+            self.nbytes += 0 if holders else one.nbytes
 
     def drop(self, arrays: Iterable[mx.array]) -> None:
-        for array in arrays:
-            self._holders[id(array)] -= 1
-            if not self._holders[id(array)]:
-                del self._holders[id(array)]
-                self.nbytes -= array.nbytes
+        for one in arrays:
+            self._holders[id(one)] -= 1
+            if not self._holders[id(one)]:
+                del self._holders[id(one)]
+                self.nbytes -= one.nbytes
 
 
 @dataclass
@@ -98,7 +101,7 @@ class LiveTier:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, tokens: Sequence[int]) -> LiveHit | None:
+    def find(self, tokens: Tokens) -> LiveHit | None:
         """The longest usable prefix of ``tokens``, the last token always left to compute."""
         limit = len(tokens) - 1
         key = encode(tokens)
@@ -111,7 +114,7 @@ class LiveTier:
                         best = LiveHit(name, usable)
             return best
 
-    def common(self, tokens: Sequence[int]) -> int:
+    def common(self, tokens: Tokens) -> int:
         """The longest common prefix with any entry, usable or not."""
         key = encode(tokens)
         with self._lock:
@@ -127,7 +130,7 @@ class LiveTier:
             self._entries.move_to_end(hit.key)
         return [shortened(cache, entry.length - hit.length) for cache in entry.caches]
 
-    def put(self, tokens: Sequence[int], caches: Sequence[Any], kind: str = "final") -> bool:
+    def put(self, tokens: Tokens, caches: Sequence[Any], kind: str = "final") -> bool:
         """Keep ``caches``, which hold exactly ``tokens``; whether they (or more) are held now.
 
         Their arrays are scheduled for evaluation on the calling thread.  Raises
@@ -145,7 +148,7 @@ class LiveTier:
         with self._lock:
             if self._covered(key):
                 return True
-            if sum(array.nbytes for array in entry.arrays) > self.budget_bytes:
+            if sum(one.nbytes for one in entry.arrays) > self.budget_bytes:
                 self.rejections += 1
                 return False
             self._drop_superseded(key, entry)
@@ -154,7 +157,7 @@ class LiveTier:
         mx.async_eval(entry.arrays)  # type: ignore[no-untyped-call]
         return True
 
-    def remove(self, tokens: Sequence[int]) -> bool:
+    def remove(self, tokens: Tokens) -> bool:
         """Give up the entry of exactly ``tokens``; whether there was one."""
         key = encode(tokens)
         with self._lock:
@@ -264,11 +267,20 @@ class LiveTier:
             del self._sliceable[bisect_left(self._sliceable, key)]
 
 
-def encode(tokens: Sequence[int]) -> bytes:
-    """The key of a token sequence.  Raises UnsupportedCache for ids that are not 32 bits."""
-    ids = np.asarray(tokens, dtype=np.int64)
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) > 0xFFFFFFFF):
-        raise UnsupportedCache("token ids outside 32 bits (image tokens) are not cached")
+def encode(tokens: Tokens) -> bytes:
+    """The key of a list or array of token ids.
+
+    Raises UnsupportedCache for ids that are not 32 bits.
+    """
+    try:
+        # array.array takes a long list five times as fast as numpy does.
+        ids = np.asarray(array("I", tokens) if isinstance(tokens, list) else tokens)
+        if ids.dtype != np.uint32 and ids.size and not 0 <= ids.min() <= ids.max() <= 0xFFFFFFFF:
+            raise OverflowError
+    except OverflowError as error:
+        raise UnsupportedCache(
+            "token ids outside 32 bits (image tokens) are not cached"
+        ) from error
     return ids.astype(">u4").tobytes()
 
 

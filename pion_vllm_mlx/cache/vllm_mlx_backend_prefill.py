@@ -18,10 +18,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
+from pion_vllm_mlx.cache.completion import token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import AnchorTexts
-from pion_vllm_mlx.cache.vllm_mlx_backend_cache import Lookup, PionPrefixCache
+from pion_vllm_mlx.cache.vllm_mlx_backend_cache import UNEXPECTED, Lookup, PionPrefixCache
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
     ADD_TO_SCHEDULER,
     CREATE_GENERATOR,
@@ -55,31 +57,40 @@ class PrefillWatch:
         result = self._next()
         self._measure(tokens, seconds)
         prompts, generated = result
-        if prompts or generated:
+        try:
             with mx.stream(self._generator.stream):
                 for response in prompts:
                     self._after_prompt(response)
                 for response in generated:
                     self._after_token(response)
+        except UNEXPECTED:
+            # Raised from here it would end every request of the batch.
+            log.exception("a prompt could not be kept")
         return result
 
     def cut(self, request: Any) -> None:
         """Cut a prompt that was just scheduled and whose prefill has not begun."""
         cache: PionPrefixCache = self._scheduler.memory_aware_cache
-        uid, prompt = request.batch_uid, request.prompt_token_ids
-        reused = int(request.cached_tokens)
+        uid, reused = request.batch_uid, int(request.cached_tokens)
         lookup = lookup_of(request)
-        if lookup is None or lookup.reused_tokens != reused:
-            lookup = Lookup(len(prompt), reused)
-        cuts = cache.cuts(prompt, lookup, anchor_of(request))
-        self._cuts[uid] = {cut.position: cut.kind for cut in cuts}
+        if lookup.reused_tokens != reused:  # what was found was refused, or the request runs again
+            lookup = Lookup(lookup.ids, reused)
+        self._forget_ended()
+        self._last_kept[uid] = reused
+        cuts = cache.cuts(lookup, anchor_of(request))
         segments = self._segments(uid)
         if not cuts or segments is None:
             return
         rest = [token for segment in segments for token in segment]
-        if rest != list(prompt[reused:]):
-            return
-        segments[:] = split(rest, [cut.position - reused for cut in cuts])
+        if len(rest) == len(request.prompt_token_ids) - reused:
+            self._cuts[uid] = {cut.position: cut.kind for cut in cuts}
+            segments[:] = split(rest, [cut.position - reused for cut in cuts])
+
+    def _forget_ended(self) -> None:
+        """Forget prompts whose requests were aborted."""
+        for uid in [uid for uid in self._last_kept if self._request(uid) is None]:
+            self._cuts.pop(uid, None)
+            del self._last_kept[uid]
 
     def _segments(self, uid: int) -> list[list[int]] | None:
         for sequence in self._generator._unprocessed_sequences:
@@ -100,15 +111,15 @@ class PrefillWatch:
             self._last_kept.pop(uid, None)
             return
         done, total = response.progress
-        prompt = request.prompt_token_ids
-        position = len(prompt) - total + done
-        kind = self._kind_at(uid, position, len(prompt))
+        ids = lookup_of(request).ids
+        position = int(ids.size) - total + done
+        kind = self._kind_at(uid, position, int(ids.size))
         if kind is None:
             return
         self._last_kept[uid] = position
         held = self._generator.extract_cache([uid]).get(uid)
         if held is not None:
-            self._scheduler.memory_aware_cache.keep(prompt[:position], held[0], kind)
+            self._scheduler.memory_aware_cache.keep(ids[:position], held[0], kind)
 
     def _kind_at(self, uid: int, position: int, count: int) -> KeepKind | None:
         kind = self._cuts.get(uid, {}).get(position)
@@ -117,7 +128,7 @@ class PrefillWatch:
         if position == count - 1:
             return "final"
         interval = self._scheduler.config.mid_prefill_save_interval
-        begun = self._last_kept.setdefault(uid, 0)
+        begun = self._last_kept.get(uid, position)
         return "guard" if interval > 0 and position - begun >= interval else None
 
     def _after_token(self, response: Any) -> None:
@@ -127,8 +138,9 @@ class PrefillWatch:
         request, cache = self._request(response.uid), self._scheduler.memory_aware_cache
         if request is None or not cache.settings.keep_replies or self._scheduler.config.enable_mtp:
             return
-        replied = [*request.output_token_ids, response.token]
-        cache.keep([*request.prompt_token_ids, *replied], response.prompt_cache, reply=True)
+        replied = np.array([*request.output_token_ids, response.token], np.uint32)
+        ids = np.concatenate([lookup_of(request).ids, replied])
+        cache.keep(ids, response.prompt_cache, reply=True)
 
     def _prefilled(self) -> tuple[int, float]:
         generator = self._generator
@@ -171,10 +183,10 @@ def pads_wrongly(model: Any) -> bool:
     return not any("create_ssm_mask" in source for source in sources)
 
 
-def lookup_of(request: Any) -> Lookup | None:
+def lookup_of(request: Any) -> Lookup:
     """What the fetch for this request found."""
     found: Lookup | None = vars(request).get("pion_lookup")
-    return found
+    return found if found is not None else Lookup(token_ids(request.prompt_token_ids))
 
 
 def anchor_of(request: Any) -> int | None:
@@ -203,16 +215,22 @@ def patch_scheduler(replacements: Replacements, anchors: AnchorTexts) -> None:
         result = original(self, request)
         request.pion_lookup = cache.last_lookup
         if cache.wants_cuts and isinstance(request.prompt, str):
-            request.pion_anchor = anchors.length(
-                request.prompt, request.prompt_token_ids, self._actual_tokenizer
-            )
+            try:
+                request.pion_anchor = anchors.length(
+                    request.prompt, request.prompt_token_ids, self._actual_tokenizer
+                )
+            except UNEXPECTED:
+                log.exception("the end of the system prompt could not be found")
         return result
 
     def schedule(original: Callable[..., Any], self: Any) -> Any:
         scheduled = original(self)
         for request in scheduled:
-            self.batch_generator.pion_watch.cut(request)
-            _log_request(request)
+            try:
+                self.batch_generator.pion_watch.cut(request)
+                _log_request(request)
+            except UNEXPECTED:
+                log.exception("a prompt could not be cut")
         return scheduled
 
     def create(original: Callable[..., Any], self: Any, sampling_params: Any) -> Any:
@@ -241,7 +259,7 @@ def _not_disabled(record: logging.LogRecord) -> bool:
 
 
 def _log_request(request: Any) -> None:
-    lookup = lookup_of(request) or Lookup(0)
+    lookup = lookup_of(request)
     count, reused = len(request.prompt_token_ids), int(request.cached_tokens)
     log.info(
         "request %s: %d of %d prompt tokens reused (%s), %d to compute%s",

@@ -209,7 +209,7 @@ class Tally:
     @classmethod
     def of(cls, asked: Sequence[Asked]) -> Tally:
         """Add up."""
-        lookups = tuple(found for one in asked if (found := lookup_of(one.request)) is not None)
+        lookups = tuple(lookup_of(one.request) for one in asked)
         return cls(
             sum(one.prompt for one in asked),
             sum(one.cached for one in asked),

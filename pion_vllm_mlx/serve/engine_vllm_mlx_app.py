@@ -69,13 +69,13 @@ class EngineLayer:
     async def _explain(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await body_of(receive)
         if body.strip() in (b"", b"{}"):
-            caches = [cache for cache in installed_caches() if cache.last_miss is not None]
-            if not caches:
-                await answer(send, 200, {"sentence": "no request has missed so far"})
-                return
-            found = caches[-1].last_miss
-            assert found is not None
-            await answer(send, 200, await explained(Rendered(found.core, found.tokens)))
+            misses = [cache.last_miss for cache in installed_caches() if cache.last_miss]
+            if misses:
+                last = max(misses, key=lambda miss: miss.at)
+                told = await explained(Rendered(last.core, last.tokens))
+            else:
+                told = {"sentence": "no request has missed so far"}
+            await answer(send, 200, told)
             return
         rendered = await self._render(scope, body, send)
         if rendered is not None:
@@ -113,8 +113,14 @@ class EngineLayer:
 
 def stats() -> dict[str, Any]:
     """Flat counters of the engine's cache; ``{"pion": "disabled"}`` without a store."""
-    caches = installed_caches()
-    return caches[-1].pion_stats() if caches else {"pion": "no model is loaded yet"}
+    told = [cache.pion_stats() for cache in installed_caches()]
+    if len(told) < 2:
+        return told[0] if told else {"pion": "no model is loaded yet"}
+    total: dict[str, Any] = {"models": len(told)}
+    for name, value in ((name, value) for one in told for name, value in one.items()):
+        adds = isinstance(value, int | float) and not isinstance(value, bool)
+        total[name] = total.get(name, 0) + value if adds else value
+    return total
 
 
 async def explained(asked: Rendered) -> dict[str, Any]:
