@@ -6,8 +6,14 @@ each segment but those that only lead to their children.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from crc32c import crc32c
+
+from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, CompletionRecord, TokenIds
 from pion_vllm_mlx.cache.lineage.client import LineageClient, as_int, as_text, pairs_of
 from pion_vllm_mlx.cache.lineage.index import LRU_KEY, SIZES_KEY, Index, Names, Segment
+from pion_vllm_mlx.cache.lineage.locks import held
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.types import Conversation
 
@@ -53,11 +59,11 @@ class Conversations:
 
     def tokens_of(self, conversation: str) -> list[int]:
         """All tokens of a conversation."""
-        return [int(token) for token in self._index.tokens_up_to(self._segment(conversation))]
+        return [int(token) for token in self._index.tokens_up_to(self.segment(conversation))]
 
     def pin(self, conversation: str, pinned: bool) -> None:
         """Sets or takes the pin of a conversation and of all it stands on."""
-        segment = self._segment(conversation)
+        segment = self.segment(conversation)
         publisher = Publisher(self._client, self._names)
         for number in [*(number for number, _ in segment.up), segment.number]:
             publisher.set_fields(number, {"pin": "1" if pinned else "0"})
@@ -66,12 +72,19 @@ class Conversations:
             self._client.pipeline(self._names.route, [(word, self._names.namespace(number))])
 
     def drop(self, conversation: str) -> int:
-        """Deletes a conversation, and what it alone stands on; how many segments went."""
-        segment: Segment | None = self._segment(conversation)
+        """Deletes a conversation, and what it alone stands on; how many segments went.
+
+        Where others left it in its last segment, that one only ends earlier: its tokens and
+        states behind that go at once, the rows, which nothing names any more, with the segment.
+        """
+        segment: Segment | None = self.segment(conversation)
         publisher = Publisher(self._client, self._names)
         gone = 0
         while segment is not None:
             tokens = self._index.tokens_up_to(segment)
+            if segment.kids:
+                self._shorten(segment, tokens, conversation)
+                break
             if not publisher.remove(segment, tokens):
                 break
             gone += 1
@@ -82,15 +95,31 @@ class Conversations:
                 break
         return gone
 
-    # -- inside ---------------------------------------------------------------
+    def _shorten(self, segment: Segment, tokens: TokenIds, conversation: str) -> None:
+        """Lets a segment end where its last child leaves it. Raises KeyError if it does."""
+        end = max(kid.base for kid in segment.kids)
+        if end >= segment.end:
+            raise KeyError(conversation)
+        namespace = self._names.namespace(segment.number)
+        with held(self._client, self._names, tokens) as lock:
+            Publisher(self._client, self._names).shorten(segment, tokens, end, lock)
+            blob = self._client.record(namespace)
+            if blob is None:
+                return
+            record = CompletionRecord.decode(blob)
+            shorter = replace(record, ids=record.ids[: end - segment.base]).encode()
+            self._client.store_states(namespace, [(COMPLETION_LAYER, shorter, crc32c(shorter))])
 
-    def _number_of(self, member: str) -> int | None:
-        mid, _, number = member.rpartition(":")
-        return as_int(number) if mid == self._names.mid else None
-
-    def _segment(self, conversation: str) -> Segment:
+    def segment(self, conversation: str) -> Segment:
+        """The segment in which a conversation ends."""
         number = self._number_of(conversation)
         (segment,) = self._index.segments([number if number is not None else -1])
         if segment is None:
             raise KeyError(conversation)
         return segment
+
+    # -- inside ---------------------------------------------------------------
+
+    def _number_of(self, member: str) -> int | None:
+        mid, _, number = member.rpartition(":")
+        return as_int(number) if mid == self._names.mid else None

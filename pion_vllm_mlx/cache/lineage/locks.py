@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.lineage.blocks import root_field
 from pion_vllm_mlx.cache.lineage.client import Commands, LineageClient
 from pion_vllm_mlx.cache.lineage.index import Names
 from pion_vllm_mlx.errors import PionError
@@ -74,3 +77,13 @@ def release(client: LineageClient, names: Names, lock: TreeLock) -> None:
         return [("DEL", lock.key)] if lock.held(values[0]) else None
 
     client.transaction(names.route, [lock.key], [("GET", lock.key)], decide)
+
+
+@contextmanager
+def held(client: LineageClient, names: Names, tokens: TokenIds) -> Iterator[TreeLock]:
+    """The lock of the tree that begins like a prompt. Raises Contended, StoreUnavailable."""
+    lock = acquire(client, names, root_field(tokens) or "", PATIENCE_SECONDS)
+    try:
+        yield lock
+    finally:
+        release(client, names, lock)

@@ -25,6 +25,7 @@ from pion_vllm_mlx.cache.lineage.client import (
     pairs_of,
 )
 from pion_vllm_mlx.cache.lineage.coverage import as_text as windows_text
+from pion_vllm_mlx.cache.lineage.coverage import clipped
 from pion_vllm_mlx.cache.lineage.index import (
     ANCHORS_KEY,
     FIELDS,
@@ -192,9 +193,40 @@ class Publisher:
         if self._client.transaction(names.route, [own, parent], reads, decide) is None:
             return False
         if tokens is not None:
-            self._remove_blocks(segment, tokens)
+            self._remove_blocks(segment, tokens, segment.base)
         self.free(names.namespace(segment.number))
         return True
+
+    def shorten(self, segment: Segment, tokens: TokenIds, end: int, lock: TreeLock) -> None:
+        """Ends a segment earlier, where its last child leaves it; it is not extended again.
+
+        Raises Superseded where the lock or the segment is gone, or the segment has grown.
+        """
+        names, own = self._names, self._names.segment(segment.number)
+
+        def decide(values: Sequence[Any]) -> Commands | None:
+            holder, mine = values
+            now = parse_segment(names, segment.number, mine)
+            if not lock.held(holder) or now is None or now.end != segment.end:
+                return None
+            stay = [one for one in now.checkpoints if one.length <= end]
+            windows = {w: clipped(ranges, 0, end) for w, ranges in now.windows.items()}
+            fields = {
+                "len": end - segment.base,
+                "toks": np.ascontiguousarray(tokens[segment.base : end], "<u4").tobytes(),
+                "ckpts": checkpoints_text(stay),
+                "win": windows_text(windows),
+                "kind": now.kind or "shared",
+            }
+            return [("HSET", own, *_flat(fields.items()))]
+
+        reads = [("GET", lock.key), ("HMGET", own, *FIELDS)]
+        if self._client.transaction(names.route, [lock.key, own], reads, decide) is None:
+            raise Superseded("the conversation changed while it was being deleted")
+        self._remove_blocks(segment, tokens, end)
+        for one in segment.checkpoints:
+            if one.length > end:
+                self._client.drop_states(names.namespace(segment.number), one.sid)
 
     def free(self, namespace: str) -> None:
         """Frees rows, states and records of a loose namespace."""
@@ -262,10 +294,10 @@ class Publisher:
             return []
         return [("ZADD", ANCHORS_KEY, f"{time.time():.3f}", self._names.member(segment.number))]
 
-    def _remove_blocks(self, segment: Segment, tokens: TokenIds) -> None:
-        """Takes out the blocks that still lead to a segment."""
+    def _remove_blocks(self, segment: Segment, tokens: TokenIds, start: int) -> None:
+        """Takes out the blocks behind ``start`` that still lead to a segment."""
         blocks = self._names.key("blk")
-        digests = [digest for digest, _ in own_blocks(tokens, segment.base, segment.end)]
+        digests = [digest for digest, _ in own_blocks(tokens, start, segment.end)]
         for first in range(0, len(digests), _MOST_FIELDS):
             chunk = digests[first : first + _MOST_FIELDS]
             (values,) = self._ask([("HMGET", blocks, *chunk)])

@@ -26,6 +26,7 @@ from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import policy
 from pion_vllm_mlx.cache.lineage.background import Background, Task
 from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
+from pion_vllm_mlx.cache.lineage.branching import Branching
 from pion_vllm_mlx.cache.lineage.capture import capture
 from pion_vllm_mlx.cache.lineage.client import connect
 from pion_vllm_mlx.cache.lineage.conversations import Conversations
@@ -286,6 +287,16 @@ class LineageStore:
         gone = self._conversations().drop(conversation)
         self._recent.clear()
         return gone
+
+    def branch(self, conversation: str, length: int) -> str:
+        """A conversation of its own for the first ``length`` tokens; its id.
+
+        It outlives the one it came from. Raises KeyError, ValueError for a length it has not.
+        """
+        segment = self._conversations().segment(conversation)
+        names = self._key.names
+        number = Branching(self._front, names, self._key.identity).branch(segment, length)
+        return names.member(number)
 
     # -- the whole ----------------------------------------------------------------
 

@@ -6,7 +6,14 @@ import pytest
 
 from pion_vllm_mlx.cache.lineage import LineageStore
 from tests.cache.lineage.conftest import Opener
-from tests.cache.lineage.driving import Engine, fresh_cache, prompt
+from tests.cache.lineage.driving import (
+    KINDS,
+    Engine,
+    fresh_cache,
+    kind_options,
+    prompt,
+    same_reply,
+)
 from tests.models import tiny_model
 
 
@@ -107,3 +114,46 @@ def test_explain_names_the_field_of_the_key_that_differs(opened: Opener) -> None
     weight = other.model.embed_tokens.weight
     other.model.embed_tokens.weight = weight * 1.5
     assert opened(other, key_parts={"tenant": "mine"}).explain(ids).key_field == "weights"
+
+
+@pytest.mark.parametrize("kind", ["plain", "window", "gated delta", "mamba", "quantized"])
+def test_a_branch_outlives_the_conversation_it_came_from(kind: str, opened: Opener) -> None:
+    name, kv_bits = KINDS[kind]
+    model = tiny_model(name)
+    store = opened(model, key_parts={"t": f"branch {kind}"}, **kind_options(kv_bits))
+    engine, plain = Engine(model, store, kv_bits), Engine(model, None, kv_bits)
+    ids = prompt(120, 8)
+    engine.turn(ids, reply=1)
+    assert store.flush()
+    origin = conversation(store, ids[:119])
+    branch = store.branch(origin, 119)
+    assert store.tokens_of(branch) == ids[:119]
+    with pytest.raises(ValueError, match="119"):
+        store.branch(origin, 120)
+    longer = [*ids, *prompt(60, 9)]
+    engine.turn(longer, reply=1)
+    assert store.flush()
+    store.drop(conversation(store, longer[:179]))
+    same_reply(engine.turn(ids, reply=2), plain.turn(ids, reply=2))
+    assert store.match([*ids[:119], 1]).length == 119
+    restored = store.restore(store.match([*ids[:119], 1]))
+    assert restored is not None and restored.length == 119
+
+
+def test_deleting_what_others_stand_on_takes_its_own_tokens_out(opened: Opener) -> None:
+    model = tiny_model("llama")
+    store = opened(model, key_parts={"t": "shorten"})
+    engine = Engine(model, store)
+    left, right = prompt(200, 10), [*prompt(150, 10), *prompt(40, 11)]
+    engine.turn(left, reply=1)
+    assert store.flush()
+    engine.turn(right, reply=1)
+    assert store.flush()
+    store.drop(conversation(store, left[:199]))
+    assert [store.tokens_of(one.id) for one in store.conversations()] == [right[:189]]
+    assert store.match(left).common == 150
+    assert engine.turn(right, reply=1).reused == 189
+    turn = engine.turn(left, reply=2)
+    assert turn.reused == 150
+    same_reply(turn, Engine(model, None).turn(left, reply=2))
+    assert store.flush() and engine.turn(left, reply=1).reused == 199
