@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import struct
+import threading
 from pathlib import Path
 from unittest import mock
 
@@ -63,6 +64,33 @@ def test_otherwise_a_command_flushes_nothing_and_commit_all_that_is_due(
         assert _names(driver, "KV.PREFIX.COMMIT") == []
         driver.ask(*state("a", 0, 30))
         assert _names(driver, "KV.PREFIX.COMMIT") == [SSM_WAL]
+
+
+@pytest.mark.parametrize("count", [3, 700])
+def test_who_flushes_waits_for_a_flush_that_has_begun(folder: Path, count: int) -> None:
+    """Else a reply, or an unlink, comes before what it relies on is on stable storage."""
+    with Driver(folder) as driver:
+        driver.ask(*register("a"))
+        driver.ask(*rows("a_pk", 0, 0, count))
+        begun, go_on, real = threading.Event(), threading.Event(), os.fsync
+
+        def fsync(fd: int) -> None:
+            begun.set()
+            assert go_on.wait(60)
+            real(fd)
+
+        with mock.patch.object(os, "fsync", fsync):
+            other = threading.Thread(target=driver.store._flush)
+            other.start()
+            assert begun.wait(60)
+            mine = threading.Thread(target=driver.store._flush)
+            mine.start()
+            mine.join(0.2)
+            assert mine.is_alive()
+            go_on.set()
+            other.join()
+            mine.join()
+        assert not driver.store.flush_soon()
 
 
 def test_a_failed_flush_is_said_and_stays_due(folder: Path) -> None:

@@ -269,7 +269,7 @@ class Recovery:
         """Delete what nothing lives in; first flush the records that say so."""
         unused = [s for s in self.folder.segments.values() if s.uses == 0]
         if unused:
-            self.folder.flush(self.folder.dirty())
+            self.folder.flush()
             for wal in logs:
                 wal.flush()
         for segment in unused:

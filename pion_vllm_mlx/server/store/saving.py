@@ -94,7 +94,7 @@ class Saver:
     def write_files(self, path: Path | None = None) -> None:
         """Write the snapshots, then empty the logs; the write lock is held. Blocks; OSError."""
         store = self._store
-        store.segments.flush(store.segments.dirty())
+        store.segments.flush()
         vstore_lsn, ssm_lsn = store.vstore_wal.next_lsn - 1, store.ssm_wal.next_lsn - 1
         if path is not None:
             snapshot.write_portable(path, store.state, vstore_lsn)
@@ -145,7 +145,7 @@ class Saver:
     def _publish(self, frozen: State, logs: Iterable[_Log]) -> list[SavedState]:
         """Write the snapshots of the logs. Blocks; raises OSError."""
         store = self._store
-        store.segments.flush(store.segments.dirty())
+        store.segments.flush()
         saved: list[SavedState] = []
         for log in logs:
             if log.wal is store.vstore_wal:

@@ -14,6 +14,7 @@ import json
 import os
 import secrets
 import struct
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -250,6 +251,7 @@ class SegmentFolder:
     _growing: dict[str, Segment] = field(default_factory=dict)
     _sealed_bytes: dict[str, int] = field(default_factory=dict)
     _sealed_total: int = 0
+    _flushing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
         if not self.path.exists():
@@ -382,24 +384,26 @@ class SegmentFolder:
             path.unlink(missing_ok=True)
         return len(orphans)
 
-    def flush(self, segments: Iterable[Segment]) -> None:
-        """Bring written segments to stable storage. May block.
+    def flush(self, segments: Iterable[Segment] | None = None) -> None:
+        """Bring segments to stable storage, by default all that are due. May block.
 
+        Waits for another thread that flushes: what it has begun with is not due any more.
         Raises OSError; what was not flushed is then still due.
         """
-        flushed = False
-        for segment in segments:
-            segment.dirty, segment.flushed = False, True
-            try:
-                file = segment.file
-                if file.fd >= 0:
-                    flush(file.fd)
-            except OSError:
-                segment.dirty = True
-                raise
-            flushed = True
-        if flushed:
-            flush_directory(self.path)
+        with self._flushing:
+            flushed = False
+            for segment in self.dirty() if segments is None else segments:
+                segment.dirty, segment.flushed = False, True
+                try:
+                    file = segment.file
+                    if file.fd >= 0:
+                        flush(file.fd)
+                except OSError:
+                    segment.dirty = True
+                    raise
+                flushed = True
+            if flushed:
+                flush_directory(self.path)
 
     def dirty(self) -> list[Segment]:
         """Segments to flush; one in which nothing lives goes, and need not be."""

@@ -190,7 +190,7 @@ class Store:
         return due or self.space.awaiting_flush()
 
     def _flush(self) -> None:
-        self.segments.flush(self.segments.dirty())
+        self.segments.flush()
         self.vstore_wal.flush()
         self.ssm_wal.flush()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +46,7 @@ class Logged(NamedTuple):
 
 
 class Wal:
-    """An append-only log. Not thread-safe: the store's write lock is held around it."""
+    """An append-only log. The store's write lock is held around all but ``flush``."""
 
     def __init__(self, path: Path, magic: bytes, next_lsn: int, enabled: bool) -> None:
         self.path = path
@@ -54,6 +55,7 @@ class Wal:
         self.enabled = enabled
         self.appended = 0
         self.dirty = False
+        self._flushing = threading.Lock()
         #: why the file's end may hold records that were not acknowledged
         self.broken = ""
         self._file = self._open() if enabled else None
@@ -113,16 +115,20 @@ class Wal:
             self.broken = str(error)
 
     def flush(self) -> None:
-        """Bring what was appended to stable storage; raises OSError, and is then still due."""
-        file = self._file
-        if file is None or not self.dirty:
-            return
-        self.dirty = False
-        try:
-            flush(file.fd)
-        except OSError:
-            self.dirty = True
-            raise
+        """Bring what was appended to stable storage; raises OSError, and is then still due.
+
+        Waits for another thread that flushes: what it has begun with is not due any more.
+        """
+        with self._flushing:
+            file = self._file
+            if file is None or not self.dirty:
+                return
+            self.dirty = False
+            try:
+                flush(file.fd)
+            except OSError:
+                self.dirty = True
+                raise
 
     def truncate(self) -> None:
         """Forget every record: an empty file takes this one's place. Raises OSError.
