@@ -71,7 +71,7 @@ async def _housekeeping(server: Server) -> None:
             last_flush = now
             await _guarded("flushing", store.flush)
         await _guarded("dropping old prefixes", store.expire)
-        await store.close_retired()
+        await _guarded("closing files", store.close_retired)
         _exchange(server)
         for connection in list(server.connections.values()):
             if connection.stalled(asyncio.get_running_loop().time()):

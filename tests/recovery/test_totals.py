@@ -9,6 +9,7 @@ import pytest
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX
+from pion_vllm_mlx.server.store.totals import Totals
 from tests.recovery.driving import Driver, Options, Word
 
 WIDTH = 4
@@ -77,3 +78,11 @@ def test_after_every_command_the_counters_say_what_a_walk_does(folder: Path, see
                 seen.add(expected["total_prefix_tokens"])
                 step(driver, dice, points)
     assert len(seen) > 2
+
+
+def test_names_of_what_came_and_went_do_not_pile_up_while_nobody_asks(folder: Path) -> None:
+    with Driver(folder) as driver:
+        counts = Totals(driver.store.state)
+        for number in range(20_000):
+            counts.changed([b"gone%d_pk" % number])
+        assert len(counts._changed) < 5_000 and not any(counts.sums())

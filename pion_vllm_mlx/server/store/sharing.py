@@ -311,10 +311,10 @@ class Sharer:
         if groups := {group_of(p.other.sid) for p in pairs if not _published(p.original)}:
             for group in groups:
                 await store.seal(group)
-            # runs that were in the log are others now
-            pairs = self._pairs(session)
             if store.state.sessions.get(session.sid) is not session:
                 return
+            # runs that were in the log are others now
+            pairs = self._pairs(session)
         pairs = [pair for pair in pairs if _published(pair.original)]
         equal, damaged = await store.run(lambda: _judged(pairs))
         for victim, why in damaged:
@@ -322,16 +322,14 @@ class Sharer:
             await store.drop_damaged([victim], why)
         if not equal:
             return
-        made: list[Record] = []
+        made: list[tuple[Pair, Record]] = []
 
         def build() -> list[Record]:
-            made.extend(effect for pair in equal for effect in pair.effect(store.state))
-            return made
+            made.extend((pair, effect) for pair in equal for effect in pair.effect(store.state))
+            return [effect for _, effect in made]
 
         await store.commit(build, copied=True)
-        if made:
-            store.counters.bytes_shared += sum(pair.run.shape.data_bytes for pair in equal)
-            store.state.unshared[session.sid] = None
+        store.counters.bytes_shared += sum(pair.run.shape.data_bytes for pair, _ in made)
 
 
 def _published(run: Run) -> bool:

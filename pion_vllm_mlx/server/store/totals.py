@@ -1,4 +1,4 @@
-"""Sums over all sessions, brought up to date when they are asked for.
+"""Sums over all sessions, brought up to date when they are asked for, or much has changed.
 
 Whoever changes sessions says which; only their groups are counted anew.
 """
@@ -10,6 +10,9 @@ from typing import NamedTuple
 
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, group_of
 from pion_vllm_mlx.server.store.state import State
+
+#: so many changed groups are counted though nobody asks: their names would pile up.
+_MOST_CHANGED = 4096
 
 
 class Sums(NamedTuple):
@@ -36,6 +39,8 @@ class Totals:
     def changed(self, sids: Iterable[bytes]) -> None:
         """Take note of sessions that came, went or got other rows."""
         self._changed.update(map(group_of, sids))
+        if len(self._changed) > _MOST_CHANGED:
+            self.sums()
 
     def sums(self) -> Sums:
         """The sums as they are now."""
