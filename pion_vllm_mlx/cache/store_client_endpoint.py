@@ -216,7 +216,8 @@ class Endpoint:
         """How many workers the server has; asks it the first time. Raises StoreUnavailable."""
         if self._known is None:
             self.door.through(lambda connection: None)
-        return self._known.workers if self._known is not None else 1
+        known = self._known  # another thread may forget it
+        return known.workers if known is not None else 1
 
     def door_of(self, worker: int) -> Door:
         """The door of one worker of several. Raises StoreUnavailable where none can be found."""

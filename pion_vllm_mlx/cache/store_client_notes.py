@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.store_client_endpoint import Door
-from pion_vllm_mlx.errors import StoreUnavailable
+from pion_vllm_mlx.errors import PionError
 
 #: notes that come within so long travel together.
 GATHER_SECONDS = 0.05
@@ -84,9 +84,10 @@ class _Sender(threading.Thread):
         return True
 
     def stop(self) -> None:
-        """End after what is queued now."""
-        self._stopping.set()
-        self._waiting.set()
+        """End after what is queued now. In a forked child nothing ends, and locks may be held."""
+        if self._pid == os.getpid():
+            self._stopping.set()
+            self._waiting.set()
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for the end, except in the thread itself and in a forked child."""
@@ -108,5 +109,5 @@ class _Sender(threading.Thread):
         if commands:
             try:
                 self._door.through(lambda connection: connection.pipeline(commands))
-            except StoreUnavailable:
+            except PionError:
                 return  # best effort: the next hit is another note

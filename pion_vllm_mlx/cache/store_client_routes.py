@@ -8,6 +8,7 @@ segments of a lineage, ``pps<mid>s<n>``, live together: for all of them it is ``
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections import OrderedDict
 
@@ -96,7 +97,9 @@ class Routes:
 
     def _remember(self, namespace: str, worker: int) -> None:
         name = kept_together(namespace)
+        # between any two steps another thread may forget all
+        self._homes.pop(name, None)
         self._homes[name] = worker
-        self._homes.move_to_end(name)
         if len(self._homes) > _MOST_NAMESPACES:
-            self._homes.popitem(last=False)
+            with contextlib.suppress(KeyError):
+                self._homes.popitem(last=False)
