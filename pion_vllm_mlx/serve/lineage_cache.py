@@ -17,7 +17,7 @@ import copy
 import logging
 import time
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
@@ -41,6 +41,8 @@ from pion_vllm_mlx.serve.lineage_cache_plan import Plan, Rate
 log = logging.getLogger("pion_vllm_mlx.serve")
 
 UNBOUNDED_BYTES = 1 << 62
+MAX_JOURNALS = 10_000
+MODEL_CHANGE_SECONDS = 2.0
 #: what mlx-lm's server calls the cache at the end of a reply.
 REPLY = "assistant"
 
@@ -83,6 +85,7 @@ class LineageCache:
         self._counts: Counter[str] = Counter()
         self._told: set[str] = set()
         self._pending: Plan | None = None
+        self._journals: OrderedDict[str, None] = OrderedDict()
         self._open: weakref.WeakSet[Plan] = weakref.WeakSet()
         self._restoring = Rate()
         self.prefilling = Rate()
@@ -103,7 +106,7 @@ class LineageCache:
         if self._options is None:
             return
         if self._store is not None:
-            self._store.close()
+            self._store.close(MODEL_CHANGE_SECONDS)
         self._store = store = LineageStore(model, self._options, draft_model=draft_model)
         self._recurrent = store.bypass is None and recurrent(make_prompt_cache(model))
         states = MAX_CHECKPOINTS if store.wants_cuts else 1
@@ -237,6 +240,11 @@ class LineageCache:
 
     def _plan_resume(self, plan: Plan, store: LineageStore) -> None:
         """Continues the reply of a process that was killed, if all that it takes is stored."""
+        if plan.journal in self._journals:  # this process has seen to that reply itself
+            return
+        self._journals[plan.journal] = None
+        if len(self._journals) > MAX_JOURNALS:
+            self._journals.popitem(last=False)
         noted = store.load_journal(plan.journal)
         if not noted:
             return

@@ -1,0 +1,263 @@
+"""An engine whose store dies, is full or too small, or that is killed itself: replies are right."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import RunningServer
+from tests.serve.engines import Engine, running_engine
+from tests.serve.front import alive, until
+
+pytest.importorskip("mlx_lm")
+
+TEXT = "A quick brown fox jumps over a lazy dog and naps. " * 11
+NO_END = {"logit_bias": {"0": -100.0}}  # a random model would end its reply somewhere
+DISK_BYTES = 24 << 20
+
+
+def flags_of(server: RunningServer) -> tuple[str, ...]:
+    return ("--pion-host", "127.0.0.1", "--pion-port", str(server.port))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Model folders of the module, by family."""
+    from tests.serve.tiny_folder import make_folder
+
+    folder = tmp_path_factory.mktemp("models")
+    for family in ("llama", "qwen3_5"):
+        make_folder(folder / family, family)
+    return folder
+
+
+@pytest.fixture
+def engine(tmp_path: Path, folders: Path, pion_server: RunningServer) -> Iterator[Engine]:
+    """An engine of one test, over a server of its own."""
+    with running_engine(tmp_path, folders / "llama", *flags_of(pion_server)) as running:
+        yield running
+
+
+def streamed(engine: Engine, limit: int, leave_after: int = 0, **more: Any) -> tuple[str, Any]:
+    """The text of a streamed completion, and its receipt; left after so many chunks."""
+    body = {"prompt": TEXT, "max_tokens": limit, "temperature": 0, "stream": True}
+    usage = {"stream_options": {"include_usage": True}}
+    texts: list[str] = []
+    receipt = None
+    with engine.open("/v1/completions", {**body, **usage, **NO_END, **more}) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            receipt = chunk.get("pion", receipt)
+            texts += [choice["text"] for choice in chunk["choices"]]
+            if leave_after and len(texts) >= leave_after:
+                break
+    return "".join(texts), receipt
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_reply_that_was_cut_off_by_a_kill_is_continued(
+    tmp_path: Path, folders: Path, pion_server: RunningServer, family: str
+) -> None:
+    with running_engine(tmp_path, folders / family, *flags_of(pion_server)) as engine:
+        limit = 160
+        whole, _ = streamed(engine, limit, seed=2)
+        streamed(engine, limit, leave_after=40, seed=1)  # a client that leaves ends its journal
+        engine.until_stored()
+        engine.restart()
+        began, _ = streamed(engine, limit, leave_after=100, seed=1)
+        assert engine.process is not None
+        engine.restart(signal.SIGKILL)
+        before = engine.forward
+        again, receipt = streamed(engine, limit, seed=1)
+        assert again == whole
+        assert again.startswith(began[:40])
+        assert receipt["reused_tokens"] == len(TEXT) - 1
+        if receipt["resumed_tokens"]:  # what was noted was written before the kill
+            assert engine.forward - before == limit - receipt["resumed_tokens"] + 1
+            assert engine.stats()["resumes"] == 1
+
+
+def test_a_killed_engine_continues_a_reply_from_its_journal(engine: Engine) -> None:
+    whole, _ = streamed(engine, 120, seed=2)
+    body = {"prompt": TEXT, "max_tokens": 120, "temperature": 0, "stream": True, "seed": 1}
+    with engine.open("/v1/completions", {**body, **NO_END}) as answer:
+        seen = 0
+        while seen < 60:
+            seen += answer.readline().startswith(b"data: {")
+        until(lambda: engine.stats().get("waiting") is not None, "the engine answers")
+        engine.end(signal.SIGKILL)
+    engine.start()
+    before = engine.forward
+    again, receipt = streamed(engine, 120, seed=1)
+    assert again == whole
+    assert receipt["resumed_tokens"] >= 16
+    assert engine.forward - before == 120 - receipt["resumed_tokens"] + 1
+    assert "reply resumed at token" in engine.output()
+    # Over, it begins anew: another sample would be another reply.
+    assert streamed(engine, 120, seed=1)[1]["resumed_tokens"] == 0
+
+
+def test_without_resume_nothing_is_noted(
+    tmp_path: Path, folders: Path, pion_server: RunningServer
+) -> None:
+    flags = ("--no-resume",)
+    with running_engine(tmp_path, folders / "llama", *flags_of(pion_server), flags=flags) as engine:
+        body = {"prompt": TEXT, "max_tokens": 120, "temperature": 0, "stream": True, "seed": 1}
+        with engine.open("/v1/completions", {**body, **NO_END}) as answer:
+            for _ in range(120):
+                answer.readline()
+            engine.restart(signal.SIGKILL)
+        _, receipt = streamed(engine, 120, seed=1)
+        assert receipt["resumed_tokens"] == 0
+        assert receipt["reused_tokens"] == len(TEXT) - 1
+
+
+def test_a_batched_reply_cut_off_by_a_kill_is_the_same_again(engine: Engine) -> None:
+    whole, _ = streamed(engine, 60, seed=1)
+    other = "Other. " + TEXT
+    streamed(engine, 60, leave_after=5, prompt=other)
+    engine.until_stored()
+    engine.restart(signal.SIGKILL)
+    again, receipt = streamed(engine, 60)
+    assert again == whole
+    assert receipt["reused_tokens"] == len(TEXT) - 1
+    assert streamed(engine, 60, prompt=other)[1]["reused_tokens"] == len(other) - 1
+
+
+def test_the_server_may_die_and_come_back(engine: Engine, pion_server: RunningServer) -> None:
+    first = engine.complete(TEXT)
+    engine.until_stored()
+    pion_server.kill()
+    for text in (TEXT, TEXT + "On.", "New. " + TEXT):
+        reply = engine.complete(text)
+        assert reply.forward == reply.prompt - reply.cached + reply.usage["completion_tokens"]
+    assert engine.complete(TEXT).tokens == first.tokens
+    engine.restart()  # without a server
+    again = engine.complete(TEXT)
+    assert (again.tokens, again.cached) == (first.tokens, 0)
+    assert "no store" in again.receipt["why"]
+    pion_server.start()
+    engine.restart()
+    found = engine.complete(TEXT)
+    assert (found.tokens, found.cached) == (first.tokens, len(TEXT) - 1)
+
+
+def test_server_and_engine_may_die_together(engine: Engine, pion_server: RunningServer) -> None:
+    first = engine.complete(TEXT)
+    engine.until_stored()
+    engine.end(signal.SIGKILL)
+    pion_server.restart()
+    engine.start()
+    found = engine.complete(TEXT)
+    assert (found.tokens, found.cached) == (first.tokens, len(TEXT) - 1)
+
+
+def test_a_budget_below_one_conversation_costs_the_store_and_nothing_else(
+    tmp_path: Path, folders: Path, pion_server: RunningServer
+) -> None:
+    flags = ("--pion-budget-gb", "0.0001")
+    with running_engine(tmp_path, folders / "llama", *flags_of(pion_server), flags=flags) as engine:
+        first = engine.complete(TEXT)
+        assert engine.complete(TEXT).tokens == first.tokens
+        assert engine.until_stored()["over_budget"] >= 1
+        engine.restart()
+        again = engine.complete(TEXT)
+        assert (again.tokens, again.cached) == (first.tokens, 0)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a file system of its own."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "tmpfs", str(folder)]
+    done = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=False)
+
+
+def test_a_full_disk_costs_the_store_and_nothing_else(
+    tmp_path: Path, folders: Path, small_disk: Path, pion_server: RunningServer
+) -> None:
+    pion_server.stop()
+    data = small_disk / "data"
+    data.mkdir(mode=0o700)
+    full = RunningServer(pion_server.port, data)
+    full.start()
+    filler = small_disk / "filler"
+    try:
+        with running_engine(tmp_path, folders / "llama", *flags_of(full)) as engine:
+            with filler.open("wb") as file:
+                try:
+                    while True:
+                        file.write(bytes(1 << 14))
+                        file.flush()
+                except OSError:
+                    pass
+            first = engine.complete(TEXT)
+            assert engine.complete(TEXT).tokens == first.tokens
+            assert engine.until_stored().get("failed", 0) >= 1
+            filler.unlink()
+            other = engine.complete("With room. " + TEXT)
+            engine.until_stored()
+            engine.restart()
+            found = engine.complete("With room. " + TEXT)
+            assert found.tokens == other.tokens
+            assert found.cached == found.prompt - 1
+            assert engine.complete(TEXT).tokens == first.tokens
+    finally:
+        full.stop()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_eight_clients_at_once_get_what_each_would_get_alone(
+    tmp_path: Path, folders: Path, pion_server: RunningServer, family: str
+) -> None:
+    texts = [f"{TEXT}Client {number} asks. " + "So it is. " * number for number in range(8)]
+    with running_engine(tmp_path, folders / family, *flags_of(pion_server)) as engine:
+        alone = [engine.complete(text).tokens for text in texts]
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(2):
+                at_once = list(pool.map(engine.complete, texts))
+                assert [reply.tokens for reply in at_once] == alone
+                assert all(reply.cached == reply.prompt - 1 for reply in at_once)
+        engine.until_stored()
+        engine.restart()
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(engine.complete, texts))
+        assert [reply.tokens for reply in found] == alone
+        assert sum(reply.cached for reply in found) >= 0.9 * sum(map(len, texts))
+
+
+def test_the_engine_ends_with_its_front(engine: Engine) -> None:
+    assert engine.process is not None
+    process = engine.process
+    os.close(engine._lifeline)
+    until(lambda: process.poll() is not None or not alive(process.pid), "the engine ends")
+    process.wait(timeout=10)
+    engine.process = None
+
+
+def test_sigterm_ends_the_engine_with_everything_stored(engine: Engine) -> None:
+    first = engine.complete(TEXT)
+    began = time.monotonic()
+    assert engine.end() == 0
+    assert time.monotonic() - began < 30
+    engine.start()
+    found = engine.complete(TEXT)
+    assert (found.tokens, found.cached) == (first.tokens, len(TEXT) - 1)
