@@ -25,6 +25,8 @@ _KIB = 1024
 _BASE_CAPACITY = 16 * _KIB
 _SCRATCH_BYTES = 64 * _KIB
 _MAX_HEADER = 32
+# A web page can make a browser send requests here, whose lines would be commands.
+_HTTP_WORDS = frozenset({b"post", b"host:"})
 # A header's digits are looked up first: faster than int(), and as strict.
 _SMALL_LENGTHS = {b"%d" % n: n for n in range(1024)}
 
@@ -333,6 +335,8 @@ class RequestParser:
         line = data[at:line_end].removesuffix(b"\r")
         words = split_inline(line)
         if words:
+            if words[0].lower() in _HTTP_WORDS:
+                raise ProtocolError("Protocol error: HTTP is not spoken here")
             self.commands.append(list(words))
         return line_end + 1, True
 

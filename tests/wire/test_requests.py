@@ -189,6 +189,8 @@ def test_a_discarded_bulk_leaves_the_connection_in_sync() -> None:
         (b'SET "abc\r\n', "unbalanced quotes in request"),
         (b"SET 'a'b\r\n", "unbalanced quotes in request"),
         (b"x" * (65 * 1024), "too big inline request"),
+        (b"POST / HTTP/1.1\r\n", "HTTP is not spoken here"),
+        (b"Host: 127.0.0.1:1974\r\n", "HTTP is not spoken here"),
     ],
 )
 def test_malformed_bytes_are_refused_once_and_nothing_after_them_is_parsed(
