@@ -47,7 +47,9 @@ class PinLimits:
         pinned = [session for session in sessions if session.pinned] + list(more)
         if self.allow(len(pinned), sum(session.row_bytes() for session in pinned)):
             return ""
-        return f"pinned prefixes may take {self.sessions} sessions and {self.bytes} bytes at most"
+        limits = [f"{self.sessions} sessions", f"{self.bytes} bytes"]
+        allowed = " and ".join(limit for limit in limits if limit[0] != "0")
+        return f"pinned prefixes may take {allowed} at most"
 
 
 class LeastRecentlyUsed(EvictionPolicy):
