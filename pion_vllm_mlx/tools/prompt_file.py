@@ -63,7 +63,10 @@ def export_main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{options.file} exists; --force replaces it")
     with store(options, start=True) as access:
         record, cache = load(access.client, options.namespace)
-    whole = write_file(options.file, options.namespace, record, cache)
+    try:
+        whole = write_file(options.file, options.namespace, record, cache)
+    except OSError as error:
+        raise ConfigError(f"{options.file} cannot be written: {error.strerror}") from error
     what = f"{record.ids.size:,} tokens, {size_text(options.file.stat().st_size)}"
     print(f"{options.namespace}: {what} written to {options.file}")
     if not whole:

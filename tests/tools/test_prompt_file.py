@@ -107,6 +107,15 @@ def test_another_prefix_is_neither_overwritten_in_a_file_nor_in_the_store(
     assert filled(server, model, "two")[1]["hits"] == 1
 
 
+def test_a_file_that_cannot_be_written_is_named_in_one_line(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled(server, tiny_model("llama"), "ns")
+    file = tmp_path / "absent" / "a.safetensors"
+    assert cli.main(["export", "ns", str(file), "--url", url(server)]) == 1
+    assert f"{file} cannot be written: No such file" in capsys.readouterr().err
+
+
 def test_a_file_whose_rows_were_changed_is_refused(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
