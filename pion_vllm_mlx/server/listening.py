@@ -159,9 +159,21 @@ def _is_dead(path: Path) -> bool:
     return False
 
 
+def _stays_in_use(path: Path) -> bool:
+    """Whether somebody listens on a socket, and is not a process that is just ending."""
+    deadline = time.monotonic() + _ALONE_SECONDS
+    while path.is_socket() and not _is_dead(path):
+        if time.monotonic() > deadline:
+            return True
+        time.sleep(0.05)
+    return False
+
+
 def _bind_unix(path: Path) -> socket.socket:
     if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
         raise ConfigError(f"--unixsocket: {path} is longer than {MAX_SOCKET_PATH_BYTES} bytes")
+    if _stays_in_use(path):
+        raise ConfigError(f"--unixsocket: another process listens on {path}")
     if path.is_socket():
         path.unlink()  # of an earlier process
     elif os.path.lexists(path):

@@ -194,6 +194,17 @@ def test_a_file_in_the_way_of_the_socket_is_not_deleted(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_text() == "mine"
 
 
+def test_the_socket_of_a_living_server_is_not_taken(server: RunningServer, tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as short:
+        path = str(Path(short) / "s")
+        server.start("--unixsocket", path)
+        other = ("--dir", str(tmp_path / "other"))
+        code, output = run("-p", "0", "--unixsocket", path, *other, cwd=tmp_path)
+        assert code == 1 and "another process listens" in output
+        with Wire.unix(path) as wire:
+            assert wire.info("INFO", "server")["tcp_port"] == str(server.port)
+
+
 def test_a_second_server_on_the_same_folder_says_who_has_it(server: RunningServer) -> None:
     server.start()
     code, output = run("-p", "0", "--kvcache", "--dir", str(server.dir))
