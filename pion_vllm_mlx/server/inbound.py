@@ -116,7 +116,7 @@ class StreamInbound:
         when_room: Callable[[], None],
     ) -> None:
         self.length = length
-        self._window_bytes = max(unit, WINDOW_BYTES - WINDOW_BYTES % unit)
+        self._window_bytes = _even_windows(length, unit)
         self._consume = consume
         self._executor = executor
         self._pool = pool
@@ -198,6 +198,15 @@ class StreamInbound:
         self.abandon()
         # no cycle through these may keep a file open
         self.abandon, self._consume, self._error = _nothing, _ignore, None
+
+
+def _even_windows(length: int, unit: int) -> int:
+    """Bytes of a window, a multiple of ``unit``: no short last one where that can be helped."""
+    most = max(unit, WINDOW_BYTES - WINDOW_BYTES % unit)
+    even = -(-length // -(-length // most))
+    step = max(unit, mmap.PAGESIZE)
+    step -= step % unit
+    return min(most, -(-even // step) * step)
 
 
 def _nothing() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 #: what a store asks the system to change.
-CALLS = ("replace", "fsync", "pwrite", "ftruncate", "open")
+CALLS = ("replace", "fsync", "pwrite", "pwritev", "ftruncate", "open")
 
 
 class Faults:
@@ -27,7 +27,7 @@ class Faults:
             number, self.made = self.made, self.made + 1
             if number == self.fail_at or (self.forever and number > self.fail_at):
                 self.failed.append(name)
-                if name == "pwrite" and len(args[1]) > 1:
+                if name in ("pwrite", "pwritev") and len(args[1]) > 1:
                     # a full disk takes a part
                     real(args[0], args[1][: len(args[1]) // 2], args[2])
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

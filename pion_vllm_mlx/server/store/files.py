@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -140,6 +140,16 @@ def pwrite_all(fd: int, data: memoryview | bytes | bytearray, offset: int) -> No
         written = os.pwrite(fd, view, offset)
         view = view[written:]
         offset += written
+
+
+def pwritev_all(fd: int, pieces: Sequence[memoryview | bytes], offset: int) -> None:
+    """Write every byte of the pieces, one behind the other; raises OSError when it cannot."""
+    written = os.pwritev(fd, pieces, offset)
+    for piece in pieces:
+        if written < len(piece):
+            pwrite_all(fd, memoryview(piece)[max(0, written) :], offset + max(0, written))
+        offset += len(piece)
+        written -= len(piece)
 
 
 def pread_into(fd: int, view: memoryview, offset: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,10 @@ def combine_crcs(crcs: list[int]) -> int:
         return crcs[0]
     combined: int = crc32c(struct.pack(f"<{len(crcs)}I", *crcs))
     return combined
+
+
+#: a gap that is at most this part of a piece is written, not left out.
+_LEAST_PIECES_PER_GAP = 16
 
 
 class _PartStream:
@@ -112,11 +116,36 @@ class RunWriter:
             self._put(stream, data)
 
     def _put(self, stream: _PartStream, data: memoryview) -> None:
+        if isinstance(self.target, Region):
+            for offset, pieces in _joined(stream.take(data)):
+                self.target.write_pieces(pieces, offset)
+            return
         for offset, piece in stream.take(data):
-            if isinstance(self.target, Region):
-                self.target.write(piece, offset)
-            else:
-                self.target[offset : offset + len(piece)] = piece
+            self.target[offset : offset + len(piece)] = piece
+
+
+def _joined(
+    pieces: Iterable[tuple[int, memoryview]],
+) -> Iterator[tuple[int, list[memoryview | bytes]]]:
+    """Pieces that one system call can write: the gaps between them are short, and zeros.
+
+    Holes of 8 KB between pieces of 512 KB made writing a third slower than zeros do.
+    """
+    first = end = 0
+    together: list[memoryview | bytes] = []
+    for offset, piece in pieces:
+        gap = offset - end
+        if together and gap > len(piece) // _LEAST_PIECES_PER_GAP:
+            yield first, together
+            together = []
+        if not together:
+            first = offset
+        elif gap:
+            together.append(bytes(gap))
+        together.append(piece)
+        end = offset + len(piece)
+    if together:
+        yield first, together
 
 
 def _read_part(run: Run, part: Part, base: int, first: int, last: int) -> Bytes:

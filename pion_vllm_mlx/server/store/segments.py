@@ -30,6 +30,7 @@ from pion_vllm_mlx.server.store.files import (
     flush_directory,
     pread_exactly,
     pwrite_all,
+    pwritev_all,
 )
 
 SUFFIX = ".safetensors"
@@ -187,8 +188,12 @@ class Region:
 
     def write(self, data: memoryview | bytes, at: int) -> None:
         """Write ``data`` at ``at`` bytes into the region. May block on the disk."""
+        self.write_pieces([data], at)
+
+    def write_pieces(self, pieces: list[memoryview | bytes], at: int) -> None:
+        """Write ``pieces``, one behind the other, at ``at`` bytes into the region."""
         file = self.segment.file
-        pwrite_all(file.fd, data, self.offset + at)
+        pwritev_all(file.fd, pieces, self.offset + at)
         self.segment.dirty = True
 
     def release(self) -> None:
