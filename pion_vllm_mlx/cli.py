@@ -43,7 +43,15 @@ COMMANDS: dict[str, Command] = {
         "pion_vllm_mlx.serve.main", "OpenAI and Anthropic endpoints over a local model", "serve"
     ),
     "stats": Command("pion_vllm_mlx.tools.stats", "what a running server did and holds"),
-    "explain": Command("pion_vllm_mlx.tools.explain", "why a namespace is a hit or a miss"),
+    "warm": Command(
+        "pion_vllm_mlx.tools.warm", "prefill system prompts before anybody asks", "serve"
+    ),
+    "conversations": Command(
+        "pion_vllm_mlx.tools.conversations", "list, pin, export, branch, delete", "mlx"
+    ),
+    "explain": Command(
+        "pion_vllm_mlx.tools.explain", "why a request or a namespace is a hit or a miss", "serve"
+    ),
     "doctor": Command("pion_vllm_mlx.tools.doctor", "check a data folder, changing nothing"),
     "export": Command(
         "pion_vllm_mlx.tools.prompt_file", "a prefix as mlx-lm's cache file", "mlx", "export_main"

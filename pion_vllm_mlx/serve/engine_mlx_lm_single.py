@@ -62,7 +62,7 @@ class SingleRequests:
 
     def _prefill(self, plan: Plan, options: dict[str, Any]) -> None:
         """Brings the cache to the last token of the prompt, handing it over at each cut."""
-        run = _Prefill(options, len(plan.tokens) - plan.reused)
+        run = Prefill(options, len(plan.tokens) - plan.reused)
         began, at = time.perf_counter(), plan.reused
         ends = [(cut.position, str(cut.kind)) for cut in plan.cuts]
         for end, kind in [*ends, (len(plan.tokens) - 1, "final")]:
@@ -105,7 +105,7 @@ class SingleRequests:
                 store.drop_journal(journal)
 
 
-class _Prefill:
+class Prefill:
     """mlx-lm's own steps of a prefill, over the model and its draft model."""
 
     def __init__(self, options: dict[str, Any], total: int) -> None:

@@ -89,7 +89,7 @@ def add_pion_flags(parser: argparse.ArgumentParser) -> None:
         type=_gigabytes,
         default=4.0,
         metavar="GB",
-        help="bytes that stored conversations may take, 0: no limit (default: 4)",
+        help="bytes that stored conversations may take, 0: no limit (default: %(default)g)",
     )
     group.add_argument(
         "--pion-min-gain",

@@ -11,6 +11,9 @@ from pion_vllm_mlx.cache.identity_walk import canonical_json
 from pion_vllm_mlx.cache.lineage.index import Names, model_digest
 from pion_vllm_mlx.cache.lineage.types import LineageOptions
 
+NATIVE = "native"
+"""The format in a key whose rows have the cache's own dtype."""
+
 
 @dataclass(frozen=True)
 class Key:
@@ -27,7 +30,6 @@ class ModelKey:
         parts = dict(options.key_parts)
         if options.kv_bits is not None:
             parts["kv"] = f"{options.kv_bits} bits, groups of {options.kv_group_size}"
-        self._vquant = options.vquant
         self._model = ModelIdentity(model, vquant=options.vquant, extra=parts)
         self._draft = ModelIdentity(draft_model) if draft_model is not None else None
         self._known: tuple[Any, Any, Key] | None = None
@@ -43,10 +45,13 @@ class ModelKey:
         identity = dict(fields)
         if draft is not None:
             identity["draft"] = identity_digest(draft)
-        key = Key(identity, Names(self._digest(identity)))
+        key = Key(identity, names_of(identity))
         self._known = fields, draft, key
         return key
 
-    def _digest(self, identity: dict[str, Any]) -> str:
-        digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
-        return model_digest(digest, self._vquant or ",".join(identity["dtypes"]))
+
+def names_of(identity: dict[str, Any]) -> Names:
+    """The keys under which the lineages of a key are stored. Raises KeyError for half a key."""
+    digest = hashlib.sha256(canonical_json(identity).encode()).hexdigest()
+    form = identity["format"]
+    return Names(model_digest(digest, ",".join(identity["dtypes"]) if form == NATIVE else form))

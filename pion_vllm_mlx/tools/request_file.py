@@ -1,0 +1,57 @@
+"""A request's body out of a file, as the front of ``serve`` would pass it to its engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.serve import anthropic_request, chat_request, checks, responses_request
+from pion_vllm_mlx.serve.api_errors import ApiError
+
+Json = dict[str, Any]
+
+APIS = ("chat", "messages", "responses")
+MAX_BYTES = 256 << 20
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content; ``-`` is standard input. Raises ConfigError."""
+    try:
+        source = Path("/dev/stdin") if str(path) == "-" else path
+        if source.is_file() and source.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path} is larger than {MAX_BYTES} bytes")
+        return source.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def parse(path: Path, raw: bytes) -> Json:
+    """The JSON object of a file. Raises ConfigError."""
+    try:
+        return checks.parse_object(raw)
+    except ApiError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+
+
+def api_of(body: Json) -> str:
+    """Whose request a body is: Anthropic's has a system prompt of its own, or such tools."""
+    if "messages" not in body and ("input" in body or "instructions" in body):
+        return "responses"
+    tools = body.get("tools")
+    named = isinstance(tools, list) and any(
+        isinstance(tool, dict) and "input_schema" in tool for tool in tools
+    )
+    return "messages" if "system" in body or named else "chat"
+
+
+def chat_form(path: Path, body: Json, api: str, *, normalize: bool = True) -> Json:
+    """The engine's chat body. Raises ConfigError naming the field that is wrong."""
+    try:
+        if api == "messages":
+            return anthropic_request.chat_body(body, normalize=normalize, counting=True)
+        if api == "responses":
+            return responses_request.chat_body(body, normalize=normalize)
+        return chat_request.chat_body(body, normalize=normalize)
+    except ApiError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
