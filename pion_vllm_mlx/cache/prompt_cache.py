@@ -215,6 +215,7 @@ class PionPromptCache:
         engine = Engine(self.model, self._client, self._counters, options)
         try:
             engine.prepare()
+            self._endpoint.greet()
         except UnsupportedCache:
             pass  # named again, and counted, by every call
         return engine

@@ -96,6 +96,10 @@ def what_helps(error: PionError) -> str:
     return ""
 
 
+#: longest wait for a server on this host that is not needed yet.
+GREETING_SECONDS = 0.25
+
+
 class BackOff:
     """After a failure the store is left alone for a while: a dead one costs once, not always."""
 
@@ -180,14 +184,21 @@ class Endpoint:
     as fast.
     """
 
-    def __init__(self, place: Place, password: str | None, deadline_seconds: float) -> None:
+    def __init__(
+        self,
+        place: Place,
+        password: str | None,
+        deadline_seconds: float,
+        *,
+        username: str | None = None,
+    ) -> None:
         self._place = place
-        self._password = password
+        self._password, self._username = password, username
         self._deadline = deadline_seconds
         self._embedded: EmbeddedServer | None = None
         self._connection: RespConnection | None = None
         self._known: _Known | None = _Known() if place.embedded else None
-        self._ways: dict[int, tuple[Door, RespConnection]] = {}
+        self._ways: dict[tuple[int, Address], tuple[Door, RespConnection]] = {}
         self.door = Door(self._ready)
         if place.address is not None:
             self._connection = self.connect(place.address)
@@ -208,6 +219,20 @@ class Endpoint:
             self._connection = self.connect(self._embedded.address)
         return self._connection
 
+    def greet(self) -> None:
+        """Connects to a server on this host before it is needed.
+
+        One that does not answer at once is not waited for: the first use asks again.
+        """
+        if self._place.address is None or not self.local:
+            return
+        connection = self.connection()
+        try:
+            with connection.deadline(GREETING_SECONDS):
+                self._known = self._learn(connection)
+        except (PionError, OSError):
+            connection.close()
+
     def address(self) -> Address | None:
         """Where the server should be; None for an embedded one that is not attached to."""
         return self._connection.address if self._connection is not None else None
@@ -222,15 +247,16 @@ class Endpoint:
     def door_of(self, worker: int) -> Door:
         """The door of one worker of several. Raises StoreUnavailable where none can be found."""
         address = self._address_of(worker)
-        known = self._ways.get(worker)
-        if known is not None and known[1].address == address:
-            return known[0]
-        if known is not None:
-            known[1].close()
-        connection = self.connect(address)
-        door = Door(lambda: connection)
-        self._ways[worker] = door, connection
-        return door
+        way = self._ways.get((worker, address))
+        if way is None:
+            connection = self.connect(address)
+            # another thread may be here too: the first one's door is everybody's
+            made = Door(lambda: connection), connection
+            way = self._ways.setdefault((worker, address), made)
+            if way is not made:
+                connection.close()
+            self._close_former(worker, address)
+        return way[0]
 
     def connect(self, address: Address) -> RespConnection:
         """A connection of its own to an address of this server."""
@@ -238,6 +264,7 @@ class Endpoint:
             address,
             deadline_seconds=self._deadline,
             password=self._password,
+            username=self._username,
             silence_seconds=self._deadline,
         )
 
@@ -255,13 +282,20 @@ class Endpoint:
             self._connection = self.connect(self._place.address)
 
     def close(self) -> None:
-        for connection in (self._connection, *(way[1] for way in self._ways.values())):
+        for connection in (self._connection, *(way[1] for way in list(self._ways.values()))):
             if connection is not None:
                 connection.close()
         if self._embedded is not None:
             self._embedded.close()
 
     # -- inside ---------------------------------------------------------------
+
+    def _close_former(self, worker: int, address: Address) -> None:
+        """A worker that moved leaves no connection open to where it was."""
+        for way in [way for way in list(self._ways) if way[0] == worker and way[1] != address]:
+            former = self._ways.pop(way, None)
+            if former is not None:
+                former[1].close()
 
     def _ready(self) -> RespConnection:
         """The connection of all workers, as good as it gets."""
