@@ -255,7 +255,6 @@ class RequestParser:
         data = bytes(self._view[self._start : self._end])
         base = self._start
         at = 0
-        find = data.find
         lengths = _SMALL_LENGTHS
         self._need = 1
         while at < len(data):
@@ -264,7 +263,7 @@ class RequestParser:
                 if not whole:
                     break
                 continue
-            line_end = find(b"\r\n", at)
+            line_end = data.find(b"\r\n", at)
             if line_end < 0 or data[at] != 36 or line_end - at > _MAX_HEADER:
                 _refuse_bulk_header(data, at)
                 break
