@@ -1,5 +1,5 @@
-# make demo | make test | make lint | make docs | make test-mlx-lm-0.31 | make kill-loop |
-# make clean
+# make demo | make test | make lint | make docs | make test-mlx-lm-0.31 | make test-vllm-mlx |
+# make kill-loop | make clean
 # Each makes the virtual environment it needs; nothing outside this folder is changed.
 
 # The first interpreter that is new enough: on a Mac plain python3 may be too old.
