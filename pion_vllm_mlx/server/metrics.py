@@ -104,6 +104,9 @@ def _store(server: Server) -> Iterator[Sample]:
     yield Sample("damaged", "counter", store.counters.damaged, "Sessions that did not verify.")
     yield Sample("fetches", "counter", store.counters.fetches, "Fetches of rows.")
     yield Sample("stored_bytes", "counter", store.counters.bytes_stored, "Bytes stored.")
+    yield Sample(
+        "shared_bytes", "counter", store.counters.bytes_shared, "Equal rows that others hold too."
+    )
 
 
 @dataclass(frozen=True, eq=False)

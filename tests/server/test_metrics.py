@@ -60,6 +60,7 @@ def test_metrics_are_the_numbers_of_the_receipt_and_of_the_store(server: Running
     assert found["pion_prefill_avoided_seconds_total"] == 3.6
     assert found["pion_sessions"] == 2 and found["pion_row_bytes"] == 4 * len(ROW)
     assert found["pion_wal_bytes"] == disk > 0
+    assert found["pion_shared_bytes_total"] == 0
     assert found["pion_resident_memory_bytes"] > 1 << 20
 
 

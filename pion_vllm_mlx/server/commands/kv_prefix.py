@@ -209,6 +209,7 @@ def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
         "vstore_bytes": sums.row_bytes,
         "vstore_disk_bytes": store.space.disk_bytes(),
         "vstore_copied_bytes": store.counters.bytes_copied,
+        "vstore_shared_bytes": store.counters.bytes_shared,
         "vstore_evictions": store.space.evictions,
         "vstore_damaged": store.counters.damaged,
         "wal_bytes": store.vstore_wal.size,
