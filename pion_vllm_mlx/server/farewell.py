@@ -21,6 +21,8 @@ class Farewell:
     def __init__(self, transport: asyncio.Transport) -> None:
         self._transport = transport
         self._left = LINGER_BYTES
+        if transport.is_closing():
+            return  # the output limit has ended it with this very reply
         if transport.can_write_eof():
             transport.write_eof()
             asyncio.get_running_loop().call_later(LINGER_SECONDS, transport.close)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from pion_vllm_mlx.server import commands as commands  # fills the command table
 from pion_vllm_mlx.server.binary_commands import OPERATIONS
 from pion_vllm_mlx.server.command import TABLE
+from pion_vllm_mlx.server.farewell import Farewell
 from pion_vllm_mlx.server.memory_limit import limit
 from tests.conftest import RunningServer, free_port_block
 from tests.server.memory.lane import ERROR, FETCH, PING, STORE, Lane, frame, named
@@ -272,3 +275,21 @@ def test_a_reply_that_waits_past_the_output_limit_closes_its_reader(
             assert disappears(wire, address(stopped))
         with stopped_reader(server.port, "MGET", "k0") as short:
             assert short.reply() == [bytes(1 << 20)]
+
+
+def test_a_last_reply_past_the_output_limit_ends_the_connection_once() -> None:
+    """QUIT after replies that nobody reads: the transport is gone when its farewell begins."""
+
+    async def last_reply() -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            loop = asyncio.get_running_loop()
+            transport, _ = await loop.create_connection(asyncio.Protocol, sock=ours)
+            transport.write(bytes(8 << 20))
+            transport.abort()
+            Farewell(transport).received(1)
+            await asyncio.sleep(0)
+            assert theirs.recv(1 << 20) != b"+OK\r\n"
+
+    with closing(uvloop.new_event_loop()) as loop:
+        loop.run_until_complete(last_reply())
