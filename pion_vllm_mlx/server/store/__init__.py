@@ -7,6 +7,8 @@ Knows no command and no connection. The pieces, from the bottom:
 ``records``    the logged effects, one class each
 ``framing``    the bytes of a log file; scanning it; torn ends and damage
 ``wal``        the log: append, truncate, flush
+``segment_header``  its safetensors header
+``disk_use``   what segment files occupy
 ``segments``   the files that hold rows, readable by safetensors when sealed
 ``blocks``     which blocks of tokens a namespace holds
 ``index``      sessions, runs of rows, states

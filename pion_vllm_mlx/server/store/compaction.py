@@ -24,6 +24,7 @@ from pion_vllm_mlx.server.store.index import (
     StateBlob,
     group_of,
     place_file,
+    same_place,
 )
 from pion_vllm_mlx.server.store.records import Record, Rows, Seal, StoreState
 from pion_vllm_mlx.server.store.rows import (
@@ -35,13 +36,8 @@ from pion_vllm_mlx.server.store.rows import (
     read_layer,
 )
 from pion_vllm_mlx.server.store.sealing import prepare_segment, run_tensors, sessions_of, side_of
-from pion_vllm_mlx.server.store.segments import (
-    Region,
-    Segment,
-    SegmentFolder,
-    Tensor,
-    header_bytes_for,
-)
+from pion_vllm_mlx.server.store.segment_header import Tensor, header_bytes_for
+from pion_vllm_mlx.server.store.segments import Region, Segment, SegmentFolder
 from pion_vllm_mlx.server.store.shapes import RunShape
 from pion_vllm_mlx.server.store.state import State
 
@@ -268,10 +264,7 @@ def _sharers(
 
 
 def _same_rows(one: Extent, other: Extent) -> bool:
-    mine, theirs = one.run.place, other.run.place
-    if not (isinstance(mine, InSegment) and isinstance(theirs, InSegment)):
-        return False
-    same = mine.segment is theirs.segment and mine.offset == theirs.offset
+    same = same_place(one.run.place, other.run.place)
     return same and (one.start, one.end, one.row) == (other.start, other.end, other.row)
 
 

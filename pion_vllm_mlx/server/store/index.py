@@ -37,6 +37,13 @@ class InSegment(NamedTuple):
 Place = InSegment | Inline
 
 
+def same_place(one: Place, other: Place) -> bool:
+    """Whether two places are one and the same in a segment."""
+    if not (isinstance(one, InSegment) and isinstance(other, InSegment)):
+        return False
+    return one.segment is other.segment and one.offset == other.offset
+
+
 def place_file(place: Place) -> FileHandle:
     """The file to read a place from. Raises OSError."""
     return place.segment.file if isinstance(place, InSegment) else place.file

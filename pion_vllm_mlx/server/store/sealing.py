@@ -16,13 +16,12 @@ from pion_vllm_mlx.server.store.index import (
     place_file,
 )
 from pion_vllm_mlx.server.store.records import Seal
-from pion_vllm_mlx.server.store.segments import (
+from pion_vllm_mlx.server.store.segment_header import (
     TENSOR_HEADER_BYTES,
-    Segment,
-    SegmentFolder,
     Tensor,
     header_bytes_for,
 )
+from pion_vllm_mlx.server.store.segments import Segment, SegmentFolder
 from pion_vllm_mlx.server.store.shapes import RunShape
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.wal import Inline

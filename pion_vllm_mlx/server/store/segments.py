@@ -10,18 +10,17 @@ allows no gaps.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
-import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from crc32c import crc32c
 
+from pion_vllm_mlx.server.store.disk_use import DiskUse
 from pion_vllm_mlx.server.store.files import (
     DIRECTORY_MODE,
     FileHandle,
@@ -32,28 +31,20 @@ from pion_vllm_mlx.server.store.files import (
     pwrite_all,
     pwritev_all,
 )
+from pion_vllm_mlx.server.store.segment_header import (
+    LENGTH_BYTES,
+    TENSOR_HEADER_BYTES,
+    Tensor,
+    build_header,
+)
 
 SUFFIX = ".safetensors"
 HEADER_RESERVE = 64 << 10
 SMALL_HEADER_RESERVE = 8 << 10
-#: bytes of header JSON to count for one tensor, its name and a filler beside it.
-TENSOR_HEADER_BYTES = 260
 #: runs start at multiples of this: copies from the page cache to a socket or an
 #: array run at up to twice the speed where both sides are aligned alike.
 ALIGNMENT = 64
 MAX_SEGMENT_BYTES = 8 << 30
-_LENGTH = struct.Struct("<Q")
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One entry of a segment's header: ``length`` bytes at ``offset`` of the file."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    offset: int
-    length: int
 
 
 @dataclass
@@ -94,6 +85,9 @@ class Segment:
     def file(self) -> FileHandle:
         """The file, open. Whoever uses its descriptor holds the handle meanwhile."""
         handle = self._unlinked or self.files.get(self.path)
+        if self._unlinked not in (None, handle):
+            # opened while it went: kept open by nobody but who asked
+            self.files.forget(self.path)
         # a thread that asks for a file while it is unlinked finds none: its handle was kept first
         return handle if handle.fd >= 0 else self._unlinked or handle
 
@@ -131,8 +125,9 @@ class Segment:
         with contextlib.suppress(OSError):
             self._unlinked = self.file
             self._unlinked.retired = self.files.retired
-        self.files.forget(self.path)
         self.path.unlink(missing_ok=True)
+        # only now: who asks in between would open it again, and keep its blocks
+        self.files.forget(self.path)
 
     def disk_bytes(self) -> int:
         """Bytes the file occupies; holes do not count."""
@@ -173,7 +168,7 @@ class Segment:
         return (
             not self.closed
             and self.tail + nbytes <= MAX_SEGMENT_BYTES
-            and header <= self.data_start - _LENGTH.size
+            and header <= self.data_start - LENGTH_BYTES
         )
 
 
@@ -203,47 +198,6 @@ class Region:
             self.segment.writers -= 1
 
 
-def header_bytes_for(tensors: int) -> int:
-    """Header space for a segment whose number of tensors is known, a multiple of 512."""
-    return -(-max(1024, tensors * TENSOR_HEADER_BYTES) // 512) * 512
-
-
-def _with_fillers(tensors: Iterable[Tensor], start: int, end: int) -> Iterator[Tensor]:
-    """The tensors in file order, every gap from ``start`` to ``end`` named."""
-    at = start
-    for tensor in sorted(tensors, key=lambda t: (t.offset, t.length)):
-        if tensor.offset > at:
-            gap = tensor.offset - at
-            yield Tensor(f"dead.{at}", "U8", [gap], at, gap)
-        yield tensor
-        at = tensor.offset + tensor.length
-    if end > at:
-        yield Tensor(f"dead.{at}", "U8", [end - at], at, end - at)
-
-
-def build_header(tensors: Iterable[Tensor], data_start: int, end: int) -> bytes:
-    """The safetensors header, padded so that data begins at ``data_start``.
-
-    Raises ValueError when it does not fit.
-    """
-    entries = {
-        tensor.name: {
-            "dtype": tensor.dtype,
-            "shape": tensor.shape,
-            "data_offsets": [
-                tensor.offset - data_start,
-                tensor.offset + tensor.length - data_start,
-            ],
-        }
-        for tensor in _with_fillers(tensors, data_start, end)
-    }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    room = data_start - _LENGTH.size
-    if len(text) > room:
-        raise ValueError(f"segment header of {len(text)} bytes does not fit {room}")
-    return _LENGTH.pack(room) + text.ljust(room)
-
-
 @dataclass
 class SegmentFolder:
     """The folder of one worker's segments, the open one of every group, and the files in use."""
@@ -253,9 +207,7 @@ class SegmentFolder:
     files: OpenFiles = field(default_factory=OpenFiles)
     open_of: dict[bytes, Segment] = field(default_factory=dict)
     _of_group: dict[bytes, dict[str, Segment]] = field(default_factory=dict)
-    _growing: dict[str, Segment] = field(default_factory=dict)
-    _sealed_bytes: dict[str, int] = field(default_factory=dict)
-    _sealed_total: int = 0
+    _disk_use: DiskUse = field(default_factory=DiskUse)
     _flushing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
@@ -270,21 +222,13 @@ class SegmentFolder:
         self._of_group.setdefault(group, {})[segment.name] = segment
 
     def _enter(self, segment: Segment, group: bytes) -> None:
-        self.segments[segment.name] = self._growing[segment.name] = segment
+        self.segments[segment.name] = segment
+        self._disk_use.add(segment)
         self._join(segment, group)
 
     def disk_bytes(self) -> int:
-        """Bytes that the files occupy; holes do not count. A sealed file is looked at once."""
-        growing = 0
-        for segment in list(self._growing.values()):
-            occupied = segment.disk_bytes()
-            if segment.sealed:
-                del self._growing[segment.name]
-                self._sealed_bytes[segment.name] = occupied
-                self._sealed_total += occupied
-            else:
-                growing += occupied
-        return self._sealed_total + growing
+        """Bytes that the files occupy; holes do not count."""
+        return self._disk_use.total()
 
     def _leave(self, segment: Segment) -> None:
         mates = self._of_group.get(segment.group, {})
@@ -373,8 +317,7 @@ class SegmentFolder:
     def unlink(self, segment: Segment) -> None:
         """Remove a file that holds nothing live; whoever has it open can go on reading."""
         self.segments.pop(segment.name, None)
-        self._growing.pop(segment.name, None)
-        self._sealed_total -= self._sealed_bytes.pop(segment.name, 0)
+        self._disk_use.remove(segment)
         self._leave(segment)
         if self.open_of.get(segment.group) is segment:
             del self.open_of[segment.group]

@@ -34,6 +34,7 @@ from pion_vllm_mlx.server.store.index import (
     Session,
     group_of,
     place_file,
+    same_place,
 )
 from pion_vllm_mlx.server.store.records import Record, Rows
 from pion_vllm_mlx.server.store.rows import as_bytes, check_run, combine_crcs
@@ -135,13 +136,6 @@ def _alive(state: State, session: Session, layer: int, run: Run, whole: bool = F
 def _whole(extent: Extent) -> bool:
     run = extent.run
     return extent.row == 0 and extent.end - extent.start == run.shape.rows == run.shown
-
-
-def _same_place(one: Run, other: Run) -> bool:
-    mine, theirs = one.place, other.place
-    if not (isinstance(mine, InSegment) and isinstance(theirs, InSegment)):
-        return False
-    return mine.segment is theirs.segment and mine.offset == theirs.offset
 
 
 def _alike(one: Run, other: Run) -> bool:
@@ -296,7 +290,7 @@ class Sharer:
             (other, one)
             for other, runs in originals
             for one in runs.get(run.start, ())
-            if _alike(run, one) and not _same_place(run, one)
+            if _alike(run, one) and not same_place(run.place, one.place)
         ]
         if not alike:
             return None
