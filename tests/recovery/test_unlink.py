@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.store.files import FileHandle
 from pion_vllm_mlx.server.store.index import InSegment
 from pion_vllm_mlx.server.store.segments import Segment
 from tests.recovery.broken import content_of
@@ -120,3 +121,61 @@ def test_a_file_that_went_is_closed_by_a_thread_when_nobody_reads_it(folder: Pat
         assert not retired
         with pytest.raises(OSError):
             os.fstat(fd)
+
+
+def test_a_file_that_goes_while_a_thread_opens_it_is_kept_open_by_nobody_else(folder: Path) -> None:
+    """Else its blocks stay taken until as many other files were used."""
+    with Driver(folder) as driver:
+        prefix(driver, "a")
+        (segment,) = driver.store.segments.segments.values()
+        files = driver.store.segments.files
+        files.forget(segment.path)
+        real, gone = files.add, []
+
+        def add(handle: FileHandle) -> FileHandle:
+            if not gone:
+                gone.append(handle.path)
+                driver.ask("KV.PREFIX.DROP", "a")
+            return real(handle)
+
+        with mock.patch.object(files, "add", add):
+            reader = segment.file
+        assert gone and names(driver) == set() and len(files) == 0
+        assert os.pread(reader.fd, 4, 1 << 16)
+
+
+def test_an_upload_that_breaks_off_in_an_emptied_segment_is_no_refusal_of_the_disk(
+    folder: Path,
+) -> None:
+    with Driver(folder) as driver:
+        prefix(driver, "a")
+        driver.ask("KV.PREFIX.COMMIT")
+        store = driver.store
+        region = store.space.reserve(b"a", 4096, 1)
+        assert len(names(driver)) == 1
+
+        async def breaks_off() -> None:
+            store.space.release(region)
+
+        with (
+            mock.patch.object(store.space, "excess", side_effect=[1, 1, 0]),
+            mock.patch.object(store, "close_retired", breaks_off),
+        ):
+            driver.loop.run_until_complete(store.make_room(1))
+        assert names(driver) == set()
+
+
+def test_a_disk_that_refuses_the_flush_of_an_eviction_costs_no_other_prefix(folder: Path) -> None:
+    with Driver(folder) as driver:
+        for name in "ab":
+            prefix(driver, name)
+        driver.ask("KV.PREFIX.COMMIT")
+        with (
+            mock.patch.object(driver.store.space, "excess", return_value=1),
+            mock.patch("os.fsync", side_effect=OSError(5, "input/output error")),
+            pytest.raises(CommandError, match="refused to flush the log"),
+        ):
+            driver.loop.run_until_complete(driver.store.make_room(1))
+        assert driver.ask("KV.PREFIX.LOOKUP", "b") == "HIT"
+        driver.loop.run_until_complete(driver.store.flush())
+        assert len(names(driver)) == 1

@@ -82,7 +82,9 @@ class Saver:
             while batch := list(islice(waiting, SEAL_BATCH)):
                 await store.seal_locked(batch)
             try:
-                await store.run(lambda: self.write_files(path))
+                saved = await store.run(lambda: self._write_snapshots(path))
+                store.state.move_inline_states(saved)
+                await store.run(self._empty_logs)
             except OSError as error:
                 raise CommandError(f"KV.PREFIX.SAVE failed: {error}") from error
 
@@ -91,17 +93,27 @@ class Saver:
         store = self._store
         return {s.group for s in store.unsealed_segments()} | store.state.inline_groups()
 
-    def write_files(self, path: Path | None = None) -> None:
-        """Write the snapshots, then empty the logs; the write lock is held. Blocks; OSError."""
+    def write_files(self) -> None:
+        """Write the snapshots, then empty the logs: a start does. Blocks; raises OSError."""
+        self._store.state.move_inline_states(self._write_snapshots(None))
+        self._empty_logs()
+
+    def _write_snapshots(self, path: Path | None) -> list[SavedState]:
+        """Write both snapshots, and a portable copy to ``path``; where the short states are now.
+
+        The write lock is held. Blocks; raises OSError.
+        """
         store = self._store
         store.segments.flush()
         vstore_lsn, ssm_lsn = store.vstore_wal.next_lsn - 1, store.ssm_wal.next_lsn - 1
         if path is not None:
             snapshot.write_portable(path, store.state, vstore_lsn)
         _publish_manifest(store.paths.vstore, store.state, vstore_lsn)
-        # short states are read in the snapshot from now on: the old log's space is freed
-        saved = snapshot.publish_states(store.paths.ssm, store.state, ssm_lsn)
-        store.state.move_inline_states(saved)
+        return snapshot.publish_states(store.paths.ssm, store.state, ssm_lsn)
+
+    def _empty_logs(self) -> None:
+        """Short states are read in the snapshot by now: the old log's space is freed."""
+        store = self._store
         store.vstore_wal.truncate()
         store.ssm_wal.truncate()
 

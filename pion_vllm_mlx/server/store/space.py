@@ -58,32 +58,41 @@ class Space:
         return nbytes + max(self.disk_bytes() - self.disk_budget, RESERVED_FREE_BYTES - free)
 
     def evict_for_bytes(self, excess: int) -> list[Record]:
-        """Effects that make one prefix or session leave.
+        """Effects that make one prefix or session leave, with all that hold the same bytes.
 
         Raises CommandError when even an empty store would not do.
         """
-        victim = self._victim()
-        if victim is None or excess > self.disk_bytes():
+        victims = self._victims()
+        if not victims or excess > self.disk_bytes():
             raise CommandError("the disk budget does not allow this store")
-        self.evictions += 1
-        group = group_of(victim.sid)
-        if group == victim.sid:
-            return drop_session(self.state, victim, "evicted", int(time.time()))
-        return drop_namespace(self.state, group, "evicted", int(time.time()))
+        effects: list[Record] = []
+        for victim in victims:
+            self.evictions += 1
+            group, now = group_of(victim.sid), int(time.time())
+            if group == victim.sid:
+                effects += drop_session(self.state, victim, "evicted", now)
+            else:
+                effects += drop_namespace(self.state, group, "evicted", now)
+        return effects
 
-    def _victim(self) -> Session | None:
-        """The first session whose leaving frees bytes, alone or as the last of those before it.
+    def _victims(self) -> list[Session]:
+        """The first sessions, one a group, whose leaving together frees bytes; oldest first.
 
         One whose rows all lie where prefixes live that leave later stays: it costs nothing.
+        It leaves together with the last of those that hold the same bytes.
         """
-        before: set[bytes] = set()
+        before: dict[bytes, Session] = {}
         for session in self.policy.victims(self.state):
             group = group_of(session.sid)
-            before.add(group)
+            before.setdefault(group, session)
             segments = group_segments(self.state, group)
-            if not segments or any(before.issuperset(s.users()) for s in segments):
-                return session
-        return None
+            if not segments:
+                return [session]
+            freed = [users for s in segments if before.keys() >= (users := set(s.users()))]
+            if freed:
+                fewest = min(freed, key=len)
+                return [first for one, first in before.items() if one in fewest]
+        return []
 
     def evict_for_sessions(self, arriving: int) -> list[Record]:
         """Effects that free session slots for ``arriving`` new sessions."""

@@ -60,7 +60,8 @@ class State:
     ``unused`` collects segments in which nothing lives any more, for the store to unlink;
     ``timed`` has the ids of sessions with a deadline; ``untidy`` the groups in which
     something died, or whose runs are many, since they were last looked at; ``unshared``
-    the sessions that got rows since these were last compared with others'.
+    the sessions that got rows since these were last compared with others', unless
+    ``compares`` is False: then nobody would take them out.
     """
 
     segment_of: Callable[[str, bytes], Segment]
@@ -72,6 +73,7 @@ class State:
     timed: set[bytes] = field(default_factory=set)
     untidy: dict[bytes, None] = field(default_factory=dict)
     unshared: dict[bytes, None] = field(default_factory=dict)
+    compares: bool = True
     fresh: bool = True
     _clock: int = 0
     _free_slots: list[int] = field(default_factory=list)
@@ -160,7 +162,8 @@ class State:
             self.inline_runs[run_id] = InlineRun(group, layer, run)
         if record.start < layer.count or len(layer.extents) >= MANY_RUNS:
             self.untidy[group] = None
-        self.unshared[record.sid] = None
+        if self.compares:
+            self.unshared[record.sid] = None
         for dead in layer.insert(run):
             self._forget_run(dead, group)
         if not record.copied:

@@ -114,6 +114,9 @@ class Store:
         self.on_change: Callable[[list[bytes]], None] = lambda sids: None
         #: told every effect, once it is applied
         self.on_effects: Callable[[Sequence[Record]], None] = lambda effects: None
+        found.state.compares = config.share_equal
+        if not config.share_equal:
+            found.state.unshared.clear()
         found.state.untidy.update((s.group, None) for s in found.folder.segments.values())
         self.write_lock = asyncio.Lock()
         self.io = ThreadPoolExecutor(4, thread_name_prefix="store-io")
@@ -140,11 +143,15 @@ class Store:
             async with self.write_lock:
                 await self._log(list(build()), copied)
 
-        await _to_its_end(locked())
+        await _going_on(locked())
 
-    async def _log(self, effects: Sequence[Record], copied: bool = False) -> None:
+    async def _log(self, effects: Sequence[Record], copied: bool = False) -> bool:
+        """Log and apply; False where what was emptied waits for a flush that the disk refused.
+
+        Under the write lock. Raises CommandError.
+        """
         if not effects:
-            return
+            return True
         loop = asyncio.get_running_loop()
         # states first: without its completion record a prefix is no hit
         for wal, name in ((self.ssm_wal, "ssm"), (self.vstore_wal, "vstore")):
@@ -160,22 +167,24 @@ class Store:
             self.last_write = time.monotonic()
         if copied or self.config.appendfsync == "always":
             await self._flush_at_once()
-        await self._discard(flushed=copied or self.config.appendfsync == "always")
+        return await self._discard(flushed=copied or self.config.appendfsync == "always")
 
-    async def _discard(self, flushed: bool = False) -> None:
+    async def _discard(self, flushed: bool = False) -> bool:
         """Unlink what nothing lives in, once the records that say so are on stable storage.
 
         ``flushed``: they are. Where the disk refuses the flush the segments stay until it
-        does not. Under the write lock.
+        does not, and False is returned. Under the write lock.
         """
+        refused = False
         emptied = self.space.emptied()
         if self.space.awaiting_flush() and self.config.wal and not flushed:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._log_thread, self._flush)
             except OSError as error:
                 log.error("dropped rows stay on disk: %s", error)
-                emptied = []
+                emptied, refused = [], True
         self.space.discard_unused(emptied)
+        return not refused
 
     async def _flush_at_once(self) -> None:
         loop = asyncio.get_running_loop()
@@ -213,17 +222,20 @@ class Store:
     async def make_room(self, nbytes: int) -> None:
         """Evict until ``nbytes`` more fit the disk budget.
 
-        Raises CommandError, and evicts nothing, when even an empty store would not do.
+        Raises CommandError, and evicts nothing, when even an empty store would not do, and
+        evicts no more when the disk refuses to flush the log.
         """
         if self.space.excess(nbytes) <= 0:
             return
         async with self.write_lock:
-            await self._discard()
+            flushed = await self._discard()
             while (excess := self.space.excess(nbytes)) > 0:
-                await self._log(self.space.evict_for_bytes(excess))
-                await self.close_retired()
-                if self.space.awaiting_flush():
+                if not flushed:
                     raise CommandError("the disk refused to flush the log")
+                flushed = await self._log(self.space.evict_for_bytes(excess))
+                await self.close_retired()
+                # an upload may have broken off meanwhile, in what was emptied before
+                flushed = flushed and await self._discard()
 
     async def close_retired(self) -> None:
         """Let go of files that went and that nobody reads any more."""
@@ -245,7 +257,7 @@ class Store:
                 await self.seal_locked([group])
 
         await self.wait_for_writers(self.segments.unsealed(group))
-        await _to_its_end(locked())
+        await _going_on(locked())
 
     def unsealed_segments(self) -> list[Segment]:
         return [s for s in self.segments.segments.values() if not s.sealed]
@@ -286,11 +298,11 @@ class Store:
         Blocks only writes. Raises CommandError; then the previous snapshots and logs stand.
         """
         await self.wait_for_writers(self.unsealed_segments())
-        await _to_its_end(self.saver.at_once(path))
+        await _going_on(self.saver.at_once(path))
 
     async def save_in_steps(self) -> None:
         """Save while stores go on; the logs keep what they log meanwhile. Raises CommandError."""
-        await _to_its_end(self.saver.in_steps())
+        await _going_on(self.saver.in_steps())
 
     def nothing_to_save(self) -> bool:
         """No rows, no states, empty logs, no snapshot."""
@@ -381,6 +393,6 @@ def changed_by(effect: Record) -> tuple[bytes, ...]:
     return effect.sids if isinstance(effect, Expire) else sessions_of(effect)
 
 
-async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+async def _going_on(work: Coroutine[Any, Any, None]) -> None:
     """Await work that goes on when its caller is cancelled: what is logged gets applied."""
     await asyncio.shield(asyncio.create_task(work))
