@@ -1,116 +1,35 @@
-"""Equal rows are stored once: every read stays what it was, whatever goes or breaks."""
+"""Equal rows are stored once: every read stays what it was, whatever comes."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-from crc32c import crc32c
 
-from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store import sharing
-from pion_vllm_mlx.server.store.index import InSegment
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
 from pion_vllm_mlx.server.store.store import StoreConfig
 from tests.recovery.broken import content_of
-from tests.recovery.driving import Content, Driver, Options, Word, one_bulk
-from tests.recovery.faults import failing
-from tests.recovery.material import agrees, noise, open_sealed, register, state
-
-WIDE, COUNT = 1024, 64
-#: 64 rows of 2 KB, both sides, two layers.
-PREFIX_BYTES = 4 * COUNT * WIDE * 2
-SIDES = ("_pk", "_pv")
-#: block tables, headers and short runs
-SLACK = 80_000
-
-
-def put(sid: str, layer: int, start: int, count: int, blob: bytes) -> tuple[Word, ...]:
-    place: tuple[Word, ...] = ("V.STOREBATCH", sid, layer, start, count, blob)
-    return (*place, "FMT", "STORED", "LAYOUT", "HND")
-
-
-def block(side: str, layer: int, start: int, count: int, seed: str = "same") -> bytes:
-    return noise((seed, side, layer, start, count), count * WIDE * 2)
-
-
-def prefix(driver: Driver, name: str, seed: str = "same", start: int = 0) -> None:
-    """A prefix of two layers whose rows follow from the seed, not from the name."""
-    if not start:
-        driver.ask(*register(name, 2, WIDE))
-    for layer in range(2):
-        for side in SIDES:
-            blob = block(side, layer, start, COUNT, seed)
-            driver.ask(*put(name + side, layer, start, COUNT, blob))
-
-
-def share(driver: Driver, limit: int = 1000) -> int:
-    """Reclaim and share until there is nothing to do; how many steps did something."""
-    reclaimer, busy = Reclaimer(driver.store), 0
-    for _ in range(limit):
-        did = driver.loop.run_until_complete(reclaimer.step())
-        busy += did
-        # a step that finds nothing may only have run out of its time
-        if not did and not driver.store.state.untidy and not driver.store.state.unshared:
-            return busy
-    raise AssertionError("never at rest")
-
-
-def disk(driver: Driver) -> int:
-    return driver.store.space.disk_bytes()
-
-
-def places(driver: Driver, name: str) -> set[tuple[str, int]]:
-    """Where the rows of a namespace lie."""
-    found = set()
-    for side in SIDES:
-        for run in driver.store.state.sessions[(name + side).encode()].runs():
-            assert isinstance(run.place, InSegment)
-            found.add((run.place.segment.name, run.place.offset))
-    return found
-
-
-def files(driver: Driver) -> set[str]:
-    return {path.name for path in driver.store.segments.path.iterdir()}
-
-
-def sound(driver: Driver) -> None:
-    """What is counted is what is there, and no file is left over."""
-    segments = driver.store.segments.segments
-    assert files(driver) == {segment.path.name for segment in segments.values()}
-    uses: dict[str, dict[bytes, int]] = {name: {} for name in segments}
-    for session in driver.store.state.sessions.values():
-        group = session.sid[:-3]
-        for run in session.runs():
-            if isinstance(run.place, InSegment):
-                mine = uses[run.place.segment.name]
-                mine[group] = mine.get(group, 0) + 1
-    for sid, layers in driver.store.state.states.items():
-        for blob in layers.values():
-            if isinstance(blob.place, InSegment):
-                mine = uses[blob.place.segment.name]
-                mine[sid] = mine.get(sid, 0) + 1
-    for name, segment in segments.items():
-        assert segment.uses == sum(uses[name].values())
-        assert set(segment.users()) == set(uses[name])
-    open_sealed(driver)
-
-
-def rows_of(content: Content, name: str) -> dict[str, Any]:
-    """What a namespace holds, without its name."""
-    return {
-        f"{kind}{sid[len(name) :]!r}{layer}": value
-        for (kind, sid, layer), value in content.items()
-        if sid.startswith(name.encode())
-    }
-
-
-def logical_bytes(driver: Driver) -> int:
-    return sum(session.row_bytes() for session in driver.store.state.sessions.values())
+from tests.recovery.driving import Driver, one_bulk
+from tests.recovery.material import agrees, noise, register
+from tests.recovery.twins import (
+    COUNT,
+    PREFIX_BYTES,
+    SIDES,
+    SLACK,
+    WIDE,
+    block,
+    disk,
+    files,
+    logical_bytes,
+    places,
+    prefix,
+    put,
+    rows_of,
+    share,
+    sound,
+)
 
 
 @pytest.mark.parametrize("mapped", [True, False])
@@ -143,33 +62,6 @@ def test_equal_prefixes_are_stored_once_and_read_as_before(
         sound(driver)
 
 
-@pytest.mark.parametrize("saved", [True, False])
-@pytest.mark.parametrize("order", [("a", "b"), ("b", "a")])
-def test_either_owner_may_go_and_the_other_keeps_its_rows(
-    folder: Path, order: tuple[str, str], saved: bool
-) -> None:
-    first, last = order
-    with Driver(folder) as driver:
-        prefix(driver, "a")
-        prefix(driver, "b")
-        share(driver)
-        if saved:
-            driver.ask("KV.PREFIX.SAVE")
-        expected = rows_of(driver.content(), last)
-        driver.ask("KV.PREFIX.DROP", first)
-        assert rows_of(driver.content(), last) == expected and agrees(driver, last) == 4
-        share(driver)
-        sound(driver)
-    with Driver(folder) as driver:
-        assert rows_of(driver.content(), last) == expected and agrees(driver, last) == 4
-        sound(driver)
-        driver.ask(*put(last + "_pk", 0, COUNT, COUNT, block("_pk", 0, COUNT, COUNT)))
-        assert agrees(driver, last) == 5
-        driver.ask("KV.PREFIX.DROP", last)
-        assert files(driver) == set()
-    assert content_of(folder) == {}
-
-
 def test_a_snapshot_names_the_shared_rows_of_both_whoever_was_used_last(folder: Path) -> None:
     with Driver(folder) as driver:
         prefix(driver, "a")
@@ -193,29 +85,6 @@ def test_a_snapshot_names_the_shared_rows_of_both_whoever_was_used_last(folder: 
             assert agrees(driver, "b") == 4
             driver.ask("KV.PREFIX.DROP", "b")
             assert files(driver) == set()
-
-
-def test_saving_in_steps_while_rows_are_shared_loses_nothing(folder: Path) -> None:
-    with Driver(folder) as driver:
-        for name in "abcd":
-            prefix(driver, name)
-        expected = driver.content()
-        reclaimer = Reclaimer(driver.store)
-
-        async def both() -> None:
-            save = asyncio.ensure_future(driver.store.save_in_steps())
-            while not save.done() or driver.store.state.unshared:
-                await reclaimer.step()
-                await asyncio.sleep(0)
-            await save
-
-        driver.store.config.__dict__["wal_size"] = 0  # every log is worth a snapshot
-        driver.loop.run_until_complete(both())
-        assert driver.store.counters.bytes_shared == 3 * PREFIX_BYTES
-        assert driver.content() == expected
-    with Driver(folder) as driver:
-        assert driver.store.counters.damaged == 0 and driver.content() == expected
-        sound(driver)
 
 
 def test_rows_that_come_after_sharing_are_nobody_elses(folder: Path) -> None:
@@ -261,88 +130,6 @@ def test_what_a_later_prefix_has_in_common_with_two_others_is_shared_with_both(
             share(driver)
             sound(driver)
         assert files(driver) == set()
-
-
-@pytest.mark.parametrize("forever", [True, False])
-def test_a_crash_at_any_step_of_sharing_loses_nothing(folder: Path, forever: bool) -> None:
-    for fail_at in range(200):
-        place = folder / str(fail_at)
-        place.mkdir()
-        with Driver(place) as driver:
-            for name in "abc":
-                prefix(driver, name)
-            driver.ask("KV.PREFIX.MAP", "b")
-            expected = driver.content()
-            with failing(fail_at, forever) as faults:
-                try:
-                    share(driver)
-                except (CommandError, OSError):
-                    assert faults.failed
-            assert driver.content() == expected, (fail_at, faults.failed)
-            if not forever:
-                driver.store.state.unshared.update(dict.fromkeys(driver.store.state.sessions))
-                driver.store.state.untidy.update(dict.fromkeys([b"a", b"b", b"c"]))
-                share(driver)
-                assert driver.content() == expected
-                assert disk(driver) < PREFIX_BYTES + SLACK
-                sound(driver)
-        with Driver(place) as driver:
-            assert driver.store.counters.damaged == 0, (fail_at, faults.failed)
-            assert driver.content() == expected, (fail_at, faults.failed)
-            share(driver)
-            assert driver.content() == expected and disk(driver) < PREFIX_BYTES + SLACK
-            assert all(agrees(driver, name) == 4 for name in "abc")
-            sound(driver)
-        if not faults.failed:
-            assert fail_at > 8
-            return
-    raise AssertionError("never got through")
-
-
-#: CRC-32C's polynomial with its leading term, as bits of consecutive bytes (low bit first).
-_POLYNOMIAL = 0x1_05EC_76F1
-
-
-def same_checksum(data: bytes) -> bytes:
-    """Other bytes with the same CRC-32C: it is linear, and the polynomial's own is nothing."""
-    changed = int.from_bytes(data[:5], "little") ^ _POLYNOMIAL
-    other = changed.to_bytes(5, "little") + data[5:]
-    assert other != data and crc32c(other) == crc32c(data)
-    return other
-
-
-def test_other_rows_with_the_same_checksum_are_not_shared(folder: Path) -> None:
-    with Driver(folder) as driver:
-        prefix(driver, "a")
-        driver.ask(*register("b", 2, WIDE))
-        for layer in range(2):
-            for side in SIDES:
-                blob = block(side, layer, 0, COUNT)
-                blob = same_checksum(blob) if layer == 0 or side == "_pv" else blob
-                driver.ask(*put("b" + side, layer, 0, COUNT, blob))
-        expected = driver.content()
-        share(driver)
-        assert driver.content() == expected and driver.store.counters.damaged == 0
-        # one run of four is the same
-        assert len(places(driver, "a") & places(driver, "b")) == 1
-        assert rows_of(expected, "a") != rows_of(expected, "b")
-        sound(driver)
-    assert content_of(folder) == expected
-
-
-def test_tenants_share_nothing_with_each_other_or_the_admin(folder: Path) -> None:
-    names = ["acme:a", "bolt:a", "a", "acme:b"]
-    with Driver(folder) as driver:
-        for name in names:
-            prefix(driver, name)
-        expected = driver.content()
-        share(driver)
-        assert driver.content() == expected
-        assert places(driver, "acme:a") == places(driver, "acme:b")
-        for other in ("bolt:a", "a"):
-            assert not places(driver, other) & places(driver, "acme:a")
-        assert not places(driver, "a") & places(driver, "bolt:a")
-        sound(driver)
 
 
 def test_rows_of_other_formats_layouts_or_places_are_left_alone(folder: Path) -> None:
@@ -396,69 +183,6 @@ def test_every_format_is_shared_bit_equal(folder: Path, fmt: str) -> None:
     assert content_of(folder) == expected
 
 
-def test_damaged_rows_are_found_and_never_take_the_place_of_good_ones(folder: Path) -> None:
-    for victim in "ab":
-        place = folder / victim
-        place.mkdir()
-        with Driver(place) as driver:
-            prefix(driver, "a")
-            prefix(driver, "b")
-            driver.ask("KV.PREFIX.MAP", "a")
-            expected = rows_of(driver.content(), "ba"["ab".index(victim)])
-            session = driver.store.state.sessions[victim.encode() + b"_pk"]
-            run = session.layers[1].extents[0].run
-            assert isinstance(run.place, InSegment)
-            with run.place.segment.path.open("r+b") as file:
-                file.seek(run.place.offset + 5)
-                file.write(b"other")
-            share(driver)
-            assert driver.ask("KV.PREFIX.LOOKUP", victim) == "MISS"
-            assert driver.store.counters.damaged == 2
-            assert rows_of(driver.content(), "ba"["ab".index(victim)]) == expected
-            sound(driver)
-
-
-def meanwhile(driver: Driver, *words: Word) -> None:
-    """Share, and run a command when the bytes were compared and nothing is logged yet."""
-    real, done = driver.store.run, []
-
-    async def run(work: Callable[[], Any]) -> Any:
-        result = await real(work)
-        if "_share" in work.__qualname__ and not done:
-            done.append(work)
-            await driver._ask(words)
-        return result
-
-    with mock.patch.object(driver.store, "run", run):
-        share(driver)
-    assert done
-
-
-@pytest.mark.parametrize("name", ["a", "b"])
-@pytest.mark.parametrize("what", ["drop", "overwrite"])
-def test_what_happens_while_bytes_are_compared_wins(folder: Path, what: str, name: str) -> None:
-    newer = put(name + "_pk", 0, 20, 30, block("_pk", 0, 20, 30, "newer"))
-    commands: dict[str, tuple[Word, ...]] = {
-        "drop": ("KV.PREFIX.DROP", name),
-        "overwrite": newer,
-    }
-    with Driver(folder) as driver:
-        prefix(driver, "a")
-        prefix(driver, "b")
-        driver.ask("KV.PREFIX.MAP", "a")
-        meanwhile(driver, *commands[what])
-        found = driver.content()
-        assert driver.store.counters.damaged == 0
-        sound(driver)
-    (folder / "plain").mkdir()
-    with Driver(folder / "plain") as driver:
-        prefix(driver, "a")
-        prefix(driver, "b")
-        driver.ask(*commands[what])
-        assert driver.content() == found
-    assert content_of(folder) == found
-
-
 def test_a_rollback_of_shared_rows_is_only_its_own(folder: Path) -> None:
     with Driver(folder) as driver:
         for name in "ab":
@@ -478,99 +202,6 @@ def test_a_rollback_of_shared_rows_is_only_its_own(folder: Path) -> None:
     assert content_of(folder) == expected
 
 
-def test_a_mostly_dead_segment_is_copied_once_for_all_who_share_in_it(folder: Path) -> None:
-    with Driver(folder) as driver:
-        prefix(driver, "a")
-        for number in range(3):
-            prefix(driver, "a", f"long {number}", start=(number + 1) * COUNT)
-        for name in "bcd":
-            prefix(driver, name)
-        share(driver)
-        sound(driver)
-        assert disk(driver) < 4 * PREFIX_BYTES + SLACK
-        kept = {name: rows_of(driver.content(), name) for name in "bcd"}
-        copied = driver.store.counters.bytes_copied
-        driver.ask("KV.PREFIX.DROP", "a")
-        share(driver)
-        assert disk(driver) < PREFIX_BYTES + SLACK
-        assert driver.store.counters.bytes_copied - copied == pytest.approx(PREFIX_BYTES, rel=1.1)
-        assert places(driver, "b") == places(driver, "c") == places(driver, "d")
-        assert {name: rows_of(driver.content(), name) for name in "bcd"} == kept
-        assert all(agrees(driver, name) == 4 for name in "bcd")
-        sound(driver)
-        expected = driver.content()
-    with Driver(folder) as driver:
-        assert driver.content() == expected
-        sound(driver)
-
-
-def test_eviction_for_room_takes_what_frees_bytes_and_shared_rows_last(folder: Path) -> None:
-    with Driver(folder) as driver:
-        for name in ("old", "cold twin"):
-            prefix(driver, name, name)
-        prefix(driver, "twin", "cold twin")
-        share(driver)
-        space = driver.store.space
-        left = []
-        while driver.store.state.sessions:
-            effects = space.evict_for_bytes(1)
-            left.append(effects[0].sids[0][:-3].decode())  # type: ignore[attr-defined]
-            driver.loop.run_until_complete(driver.store.commit(lambda found=effects: found))
-        # the cold twin costs nothing as long as the other one lives
-        assert left == ["old", "twin", "cold twin"] or left == ["old", "cold twin", "twin"]
-        assert files(driver) == set()
-
-
-def test_a_cold_twin_outlives_what_is_warmer_and_costs_bytes(folder: Path) -> None:
-    with Driver(folder) as driver:
-        prefix(driver, "cold", "twins")
-        prefix(driver, "warm", "alone")
-        prefix(driver, "hot", "twins")
-        share(driver)
-        effects = driver.store.space.evict_for_bytes(1)
-        assert [one.sids for one in effects] == [(b"warm_pk", b"warm_pv")]  # type: ignore[attr-defined]
-
-
-def test_the_disk_budget_counts_shared_bytes_once(folder: Path) -> None:
-    config = StoreConfig(folder, disk_budget=PREFIX_BYTES + 2 * SLACK, appendfsync="no")
-    with mock.patch("tests.recovery.driving.StoreConfig", lambda *a, **k: config):
-        with Driver(folder) as driver:
-            with mock.patch.object(driver.store.space, "excess", lambda nbytes: 0):
-                for name in "abcd":
-                    prefix(driver, name)
-            share(driver)
-            assert driver.store.space.excess(SLACK) <= 0 < driver.store.space.excess(PREFIX_BYTES)
-            assert len(driver.store.state.sessions) == 8
-
-
-def test_states_beside_shared_rows_stay_their_owners(folder: Path) -> None:
-    with Driver(folder) as driver:
-        for name in "ab":
-            prefix(driver, name)
-            driver.ask(*state(name, 0, 90_000, salt=ord(name)))
-        expected = driver.content()
-        share(driver)
-        assert driver.content() == expected and places(driver, "a") == places(driver, "b")
-        sound(driver)
-        driver.ask("KV.PREFIX.DROP", "a")
-        share(driver)
-        assert driver.state_of("b", 0) == noise(("b", 0, ord("b")), 90_000)
-        sound(driver)
-    with Driver(folder) as driver:
-        assert driver.state_of("b", 0) == noise(("b", 0, ord("b")), 90_000)
-        sound(driver)
-
-
-def test_without_a_log_a_snapshot_keeps_the_segments_it_names(folder: Path) -> None:
-    with Driver(folder, Options(wal=False)) as driver:
-        prefix(driver, "a")
-        prefix(driver, "b")
-        driver.ask("KV.PREFIX.SAVE")
-        expected = driver.content()
-        assert driver.loop.run_until_complete(Reclaimer(driver.store).step()) is False
-    assert content_of(folder, Options(wal=False)) == expected
-
-
 def test_nothing_is_shared_when_it_is_switched_off(folder: Path) -> None:
     with Driver(folder) as driver:
         prefix(driver, "a")
@@ -578,6 +209,12 @@ def test_nothing_is_shared_when_it_is_switched_off(folder: Path) -> None:
         driver.store.config.__dict__["share_equal"] = False
         assert driver.loop.run_until_complete(Reclaimer(driver.store).step()) is False
         assert driver.store.counters.bytes_shared == 0
+    config = StoreConfig(folder, share_equal=False)
+    with mock.patch("tests.recovery.driving.StoreConfig", lambda *a, **k: config):
+        with Driver(folder) as driver:
+            prefix(driver, "c")
+            # nobody would ever look at them
+            assert not driver.store.state.unshared
 
 
 def test_a_step_compares_a_bounded_part(folder: Path) -> None:
