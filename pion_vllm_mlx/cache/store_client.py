@@ -96,7 +96,8 @@ class StoreClient:
     def note_hit(self, namespace: str, tokens: int) -> None:
         """Lets the server know of a hit that it had no part in; waits for nothing."""
         address = self.endpoint.address()
-        if address is not None and len(namespace) <= MAX_NAMESPACE_BYTES:
+        size = len(namespace.encode("utf-8", "replace"))
+        if address is not None and size <= MAX_NAMESPACE_BYTES:
             self._notes.note(address, namespace, tokens)
 
     def look_up(self, namespace: str) -> bool:

@@ -37,14 +37,15 @@ class HitNotes:
         self._sender: _Sender | None = None
 
     def note(self, address: Address, namespace: str, tokens: int) -> None:
-        """The server at ``address`` gets to know of one hit, some time."""
+        """The server at ``address`` gets to know of one hit, some time, if a thread can start."""
         with self._lock:
             sender = self._sender
             if sender is None or sender.address != address or not sender.take(namespace, tokens):
                 if sender is not None:
                     sender.stop()
-                self._sender = sender = _Sender(self._connect(address))
-                sender.take(namespace, tokens)
+                self._sender = sender = _started(self._connect(address))
+                if sender is not None:
+                    sender.take(namespace, tokens)
 
     def close(self) -> None:
         """Send what is left, if that is soon done."""
@@ -69,7 +70,6 @@ class _Sender(threading.Thread):
         self._over = False
         self._waiting = threading.Event()
         self._stopping = threading.Event()
-        self.start()
 
     def take(self, namespace: str, tokens: int) -> bool:
         """Queue one note; False from a thread that has ended, or was left behind by a fork."""
@@ -111,3 +111,14 @@ class _Sender(threading.Thread):
                 self._door.through(lambda connection: connection.pipeline(commands))
             except PionError:
                 return  # best effort: the next hit is another note
+
+
+def _started(connection: RespConnection) -> _Sender | None:
+    """A thread that sends; None where the interpreter ends, or the system gives no thread."""
+    sender = _Sender(connection)
+    try:
+        sender.start()
+    except RuntimeError:
+        connection.close()
+        return None
+    return sender

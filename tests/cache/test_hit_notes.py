@@ -172,3 +172,21 @@ def test_a_forked_child_tells_its_own_hits_and_not_its_parent_s(
     assert os.waitpid(child, 0)[1] == 0
     notes.close()
     until(lambda: receipt(pion_server.port)["kvprefix_tokens_served"] == "11")
+
+
+def test_a_thread_that_cannot_start_costs_the_note_and_not_the_hit(
+    pion_server: RunningServer, model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the interpreter ends, or the system gives no more threads."""
+
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with PionPromptCache(model, port=pion_server.port) as pion:
+        pion.get_or_prefill(IDS, "no-thread")
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            pion.get_or_prefill(IDS, "no-thread")
+        pion.get_or_prefill(IDS, "no-thread")
+        assert pion.stats()["lane_hits"] == {"in-process": 2}
+    until(lambda: hits(pion_server.port) == 1)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
-from pion_vllm_mlx.cache.connection import Address
+from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
-from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, Place, parse_url, what_helps
+from pion_vllm_mlx.cache.store_client_endpoint import (
+    Door,
+    Endpoint,
+    Place,
+    _Known,
+    parse_url,
+    what_helps,
+)
+from pion_vllm_mlx.config import AFFINITY_OFFSET
 from pion_vllm_mlx.errors import (
     CommandError,
     ConfigError,
@@ -91,3 +100,39 @@ def test_a_data_folder_that_cannot_be_made_is_no_absent_server(tmp_path: Path) -
 def test_the_pair_that_mlx_lm_loads_is_not_taken_for_a_model() -> None:
     with pytest.raises(ConfigError, match="not a tuple"):
         PionPromptCache(("model", "tokenizer"))
+
+
+def test_threads_that_ask_at_once_go_through_one_door_of_a_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port = free_port_block()
+    endpoint = Endpoint(parse_url(f"tcp://127.0.0.1:{port}"), None, 1.0)
+    endpoint._known = _Known(2, port, port + AFFINITY_OFFSET, 0)
+    real, both = endpoint.connect, threading.Barrier(2, timeout=60)
+    made: list[RespConnection] = []
+
+    def connect(address: Address) -> RespConnection:
+        made.append(real(address))
+        both.wait()
+        return made[-1]
+
+    monkeypatch.setattr(endpoint, "connect", connect)
+    doors: list[Door] = []
+    threads = [threading.Thread(target=lambda: doors.append(endpoint.door_of(1))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 2 and doors[0] is doors[1] is endpoint.door_of(1)
+    endpoint.close()
+
+
+def test_a_worker_that_moved_gets_another_door(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port_block()
+    endpoint = Endpoint(parse_url(f"tcp://127.0.0.1:{port}"), None, 1.0)
+    endpoint._known = _Known(2, port, port + AFFINITY_OFFSET, 0)
+    before = endpoint.door_of(1)
+    monkeypatch.setattr(endpoint, "_address_of", lambda worker: Address(path="/moved"))
+    assert endpoint.door_of(1) is endpoint.door_of(1) is not before
+    assert len(endpoint._ways) == 1
+    endpoint.close()
