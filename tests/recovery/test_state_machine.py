@@ -236,7 +236,7 @@ def test_every_write_command_of_the_table_has_a_rule() -> None:
 def test_server_and_model_agree_through_restarts_and_kills(
     machine: type[ServerAndModel], long_run: bool
 ) -> None:
-    profile = _profile(200, 30, fixed=False) if long_run else _profile(14, 20, fixed=True)
+    profile = _profile(200, 30, fixed=False) if long_run else _profile(11, 20, fixed=True)
     run_state_machine_as_test(machine, settings=profile)
     writes = {command.name for command in TABLE.values() if command.write or command.grows}
     assert not writes - set(machine.done), "never accepted in this run"
