@@ -43,6 +43,8 @@ log = logging.getLogger("pion_vllm_mlx.serve")
 UNBOUNDED_BYTES = 1 << 62
 MAX_JOURNALS = 10_000
 MODEL_CHANGE_SECONDS = 2.0
+#: nothing between two tokens of other requests should take longer.
+BLOCKING_MS = 2.0
 #: what mlx-lm's server calls the cache at the end of a reply.
 REPLY = "assistant"
 
@@ -83,6 +85,7 @@ class LineageCache:
         self._model: Any = None
         self._recurrent = False
         self._counts: Counter[str] = Counter()
+        self._longest_ms: dict[str, float] = {}
         self._told: set[str] = set()
         self._pending: Plan | None = None
         self._journals: OrderedDict[str, None] = OrderedDict()
@@ -130,7 +133,7 @@ class LineageCache:
         store = self.store
         if store is None:
             return plan
-        tokens = plan.tokens
+        began, tokens = time.perf_counter(), plan.tokens
         plan.common = self._live.common(tokens)
         plan.hit = self._live.find(tokens)
         held = plan.hit.length if plan.hit is not None else 0
@@ -146,6 +149,7 @@ class LineageCache:
         known = plan.match or Match(token_ids(tokens))
         plan.cuts = store.cuts(tokens, replace(known, length=length, common=plan.common), anchor)
         self._pending = plan
+        self._longest("plan", began)
         return plan
 
     def fetch_nearest_cache(
@@ -193,7 +197,9 @@ class LineageCache:
             kind = cache_type if cache_type in ("system", "user") else REPLY
             self._plain.insert_cache(model, tokens, caches, cache_type=kind)
             return
+        began = time.perf_counter()
         guarded(lambda: self._insert(tokens, caches, cache_type), None)
+        self._longest("insert", began)
 
     # -- the rest of mlx-lm's interface --------------------------------------------
 
@@ -233,6 +239,7 @@ class LineageCache:
             "live_bytes": self.nbytes,
             "live_entries": len(self),
             "live_evictions": self._live.evictions,
+            "longest_ms": dict(self._longest_ms),
             "prefill_tokens_per_second": round(self.prefilling.tokens_per_second, 1),
         }
 
@@ -331,6 +338,12 @@ class LineageCache:
 
     def _only(self, plan: Plan) -> bool:
         return all(one.done or one is plan for one in self._open)
+
+    def _longest(self, name: str, began: float) -> None:
+        """How long a call held up the generation thread, the longest of each kind."""
+        elapsed = (time.perf_counter() - began) * 1000
+        self._longest_ms[name] = max(self._longest_ms.get(name, 0.0), round(elapsed, 3))
+        self._counts[f"{name}s_over_2_ms"] += elapsed > BLOCKING_MS
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self._told:
