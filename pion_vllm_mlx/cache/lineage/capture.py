@@ -1,16 +1,17 @@
 """Taking what is new out of live caches, fast, so that another thread can have its bytes.
 
-``capture`` runs on MLX's thread, schedules and never waits: small pieces are copied by MLX
-(``async_eval``), large ones too where a GPU does it; on a CPU, where a large copy would
-hold up the caller, the buffer itself is handed over: MLX does not write into an array that
-somebody else holds. ``Held…`` objects give their bytes on any thread, by the buffer protocol
-alone, without a stream.
+``capture`` runs on MLX's thread and waits for nothing that is not computed yet. On a GPU the
+new rows are copied by MLX, scheduled behind what is being computed. On a CPU, whose few
+places for tasks are full while it computes, little is copied at once by the caller, and of
+much the buffer itself is handed over: MLX does not write into an array that somebody else
+holds, but copies it once. ``Held…`` objects give their bytes on any thread, by the buffer
+protocol alone, without a stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +29,7 @@ from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import get_format
 
 SMALL_BYTES = 4 << 20
-"""On a CPU a piece of more bytes is handed over as it is, instead of copied."""
+"""On a CPU more bytes than that are handed over as they are, instead of copied."""
 
 _NATIVE = {name: dtype_name(dtype) for name, dtype in FLOAT_DTYPES.items()}
 _LARGEST_FP16 = 65519.0
@@ -40,21 +41,19 @@ Bytes = NDArray[np.uint8]
 class HeldRows:
     """Rows ``[start, end)`` of one side of a leaf; ``raw`` is ``[1, H, n, bytes]``.
 
-    Row ``start`` is row ``first`` of ``raw``. ``dtype`` is the cache's own.
+    ``dtype`` is the cache's own.
     """
 
     layer: int
     side: Side
     start: int
     end: int
-    raw: mx.array
-    first: int
+    raw: mx.array | Bytes
     dtype: str
 
     def encoded(self, start: int, end: int, leaf: LeafSpec) -> Bytes:
         """The bytes of rows ``[start, end)`` in the leaf's format and layout."""
-        first = self.first + start - self.start
-        table = np.asarray(memoryview(self.raw))[0, :, first : first + end - start]  # type: ignore[arg-type]  # mlx's stubs omit the buffer protocol
+        table = _table(self.raw)[0, :, start - self.start : end - self.start]
         name = leaf.format_of(self.side)
         if name.startswith("raw:") or _NATIVE.get(name) == self.dtype:
             return np.ascontiguousarray(table).reshape(-1)
@@ -134,7 +133,7 @@ def capture(
         for spec in array_specs(slot)
     }
     rows = [
-        HeldRows(layer, side, start, start + array.shape[2], array, 0, dtypes[layer, side])
+        HeldRows(layer, side, start, start + array.shape[2], array, dtypes[layer, side])
         for layer, side, start, array in _new_rows(caches, stored, since)
     ]
     states = {
@@ -227,19 +226,26 @@ def _scheduled(
     rows: list[HeldRows],
     states: dict[int, list[HeldState | None]],
 ) -> Captured:
-    """Makes the slices arrays of bytes of their own and schedules them."""
-    total = sum(held.raw.nbytes for held in rows)
-    copied = total <= SMALL_BYTES or mx.default_device().type == mx.DeviceType.gpu
-    ready = [_bytes_of(held, copied) for held in rows]
+    """Makes arrays of bytes of the slices and schedules what has to be computed for them."""
+    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    raws = [_as_bytes(held.raw, on_gpu) for held in rows]
     arrays = [one.raw for state in states.values() for one in state if one is not None]
-    mx.async_eval([held.raw for held in ready] + arrays)
-    return Captured(slots, leaves, ready, states)
+    mx.async_eval(raws + arrays)
+    ready: list[mx.array | Bytes] = list(raws)
+    if not on_gpu and sum(raw.nbytes for raw in raws) <= SMALL_BYTES:
+        ready = [np.array(_table(raw)) for raw in raws]
+    held_rows = [replace(held, raw=raw) for held, raw in zip(rows, ready, strict=True)]
+    return Captured(slots, leaves, held_rows, states)
 
 
-def _bytes_of(held: HeldRows, copied: bool) -> HeldRows:
-    array = mx.contiguous(held.raw) if copied else held.raw
-    raw = array if array.dtype == mx.uint8 else array.view(mx.uint8)
-    return HeldRows(held.layer, held.side, held.start, held.end, raw, 0, held.dtype)
+def _as_bytes(array: Any, copied: bool) -> mx.array:
+    rows = mx.contiguous(array) if copied else array
+    return rows if rows.dtype == mx.uint8 else rows.view(mx.uint8)
+
+
+def _table(raw: mx.array | Bytes) -> Bytes:
+    """The bytes of an array, shared with it; waits until it is computed."""
+    return np.asarray(memoryview(raw))  # type: ignore[arg-type]  # mlx's stubs omit the buffer protocol
 
 
 def _as_float32(table: Bytes, dtype: str) -> NDArray[np.float32]:

@@ -99,7 +99,7 @@ def connect(options: LineageOptions) -> LineageClient:
     """A client of the store that the options name; connects when it is first used."""
     place = parse_url(options.url)
     password = options.password or ServerEnvironment.from_environment().password
-    endpoint = Endpoint(place, password, options.deadline_seconds)
+    endpoint = Endpoint(place, password, options.deadline_seconds, username=options.username)
     return LineageClient(endpoint, options.deadline_seconds)
 
 

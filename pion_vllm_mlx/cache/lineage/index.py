@@ -115,12 +115,16 @@ class Found:
     def leaf(self) -> Segment | None:
         return self.chain[-1] if self.chain else None
 
+    @property
+    def ends(self) -> list[int]:
+        """As far as each segment of the chain agrees with the prompt."""
+        return [segment.base for segment in self.chain[1:]] + [self.common] * bool(self.chain)
+
     def pieces(self, names: Names, length: int) -> tuple[Piece, ...]:
         """The chain as far as the first ``length`` tokens need it."""
-        bases = [segment.base for segment in self.chain] + [self.common]
         return tuple(
             Piece(segment.number, names.namespace(segment.number), segment.base, min(end, length))
-            for segment, end in zip(self.chain, bases[1:], strict=True)
+            for segment, end in zip(self.chain, self.ends, strict=True)
             if segment.base < length
         )
 

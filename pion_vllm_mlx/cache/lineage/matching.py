@@ -57,10 +57,9 @@ def _restorable(found: Found, limit: int, rules: Rules) -> tuple[int, Checkpoint
 
 def _checkpoints(found: Found) -> list[Checkpoint]:
     """The checkpoints of a chain that lie within what agrees."""
-    bounds = [segment.base for segment in found.chain[1:]] + [found.common]
     return [
         one
-        for segment, end in zip(found.chain, bounds, strict=True)
+        for segment, end in zip(found.chain, found.ends, strict=True)
         for one in segment.checkpoints
         if segment.base < one.length <= end
     ]
@@ -68,10 +67,9 @@ def _checkpoints(found: Found) -> list[Checkpoint]:
 
 def _windows(found: Found, shape: Shape) -> dict[Window, Ranges]:
     """Which positions of each window have rows in the chain."""
-    bounds = [segment.base for segment in found.chain[1:]] + [found.common]
     parts = [
         (segment.windows, segment.base, end)
-        for segment, end in zip(found.chain, bounds, strict=True)
+        for segment, end in zip(found.chain, found.ends, strict=True)
     ]
     covered = joined(parts)
     return {window: covered.get(window, ()) for window in shape.windows}

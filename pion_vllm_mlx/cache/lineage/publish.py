@@ -154,6 +154,23 @@ class Publisher:
 
         self._client.transaction(self._names.route, [key], [("EXISTS", key)], decide)
 
+    def delist(self, number: int, sid: str) -> bool:
+        """Takes a checkpoint out of a segment, and frees it; False where it is not listed."""
+        key = self._names.segment(number)
+
+        def decide(values: Sequence[Any]) -> Commands | None:
+            now = parse_segment(self._names, number, values[0])
+            stay = [] if now is None else [one for one in now.checkpoints if one.sid != sid]
+            if now is None or len(stay) == len(now.checkpoints):
+                return None
+            return [("HSET", key, "ckpts", checkpoints_text(stay))]
+
+        reads = [("HMGET", key, *FIELDS)]
+        done = self._client.transaction(self._names.route, [key], reads, decide)
+        if done is not None:
+            self._client.drop_states(self._names.namespace(number), sid)
+        return done is not None
+
     def remove(self, segment: Segment, tokens: TokenIds | None, *, with_kids: bool = False) -> bool:
         """Takes a segment out of the index, then frees what it holds; False if it may not go.
 

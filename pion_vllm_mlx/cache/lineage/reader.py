@@ -57,12 +57,18 @@ _MOST_SPARE_ROWS = 1024
 
 
 class DamagedPiece(DamagedData):
-    """A segment does not verify; ``record`` is what was read as its completion record."""
+    """A segment does not verify, or its checkpoint ``sid``.
 
-    def __init__(self, sentence: str, segment: int, record: bytes | None) -> None:
+    ``record`` is what was read as the completion record of it.
+    """
+
+    def __init__(
+        self, sentence: str, segment: int, record: bytes | None, sid: str | None = None
+    ) -> None:
         super().__init__(sentence)
         self.segment = segment
         self.record = record
+        self.sid = sid
 
 
 @dataclass(frozen=True)
@@ -127,8 +133,9 @@ class Reader:
         states: dict[int, StateArrays] = {}
         if checkpoint is not None and match.checkpoint is not None:
             num_bytes += sum(state.length for state in checkpoint.states)
-            with _blaming(pieces[-1].piece.segment, pieces[-1].blob):
-                states = load_states(self._client, Wanted(match.checkpoint.sid, checkpoint, None))
+            sid = match.checkpoint.sid
+            with _blaming(pieces[-1].piece.segment, checkpoint.encode(), sid):
+                states = load_states(self._client, Wanted(sid, checkpoint, None))
         caches = rebuild(slots, _Chain(rows, slots).fetch, states)
         mx.eval(cache_arrays(caches))
         return Loaded(caches, length, lanes[-1] if lanes else STORED, num_bytes)
@@ -162,8 +169,9 @@ class Reader:
             return found, None
         length, last = match.checkpoint.length, found[-1].piece
         claim = Claim(keys[-1], match.tokens[:length], last.base, match.checkpoint.sid)
-        with _blaming(last.segment, found[-1].blob):
-            record = _record(_blob(replies[-1]), claim, whole=True)
+        blob = _blob(replies[-1])
+        with _blaming(last.segment, blob, match.checkpoint.sid):
+            record = _record(blob, claim, whole=True)
         return found, record
 
     def _provable(self, match: Match, pieces: Sequence[_Proved]) -> int:
@@ -214,14 +222,14 @@ def _record(blob: bytes | None, claim: Claim, *, whole: bool = False) -> Complet
 
 
 @contextmanager
-def _blaming(segment: int, blob: bytes | None) -> Iterator[None]:
-    """Says of damage in which segment it is, and by which record."""
+def _blaming(segment: int, blob: bytes | None, sid: str | None = None) -> Iterator[None]:
+    """Says of damage in which segment or checkpoint it is, and by which record."""
     try:
         yield
     except DamagedPiece:
         raise
     except DamagedData as error:
-        raise DamagedPiece(str(error), segment, blob) from error
+        raise DamagedPiece(str(error), segment, blob, sid) from error
 
 
 def _placed(arrays: RunArrays, piece: Piece) -> list[tuple[int, Run, mx.array]]:

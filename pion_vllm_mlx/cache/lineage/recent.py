@@ -38,10 +38,13 @@ class Recent:
         """``rows`` tokens of a prompt are stored, and the state at ``point``."""
         with self._lock:
             points = {point} if point is not None else set()
+            stay = []
             for entry in self._entries:
-                shared = common_tokens(entry.tokens, tokens)
+                shared = _shared(entry.tokens, tokens)
                 points |= {length for length in entry.points if length <= shared}
-            self._entries = [one for one in self._entries if not _extends(tokens, one.tokens)]
+                if shared < entry.tokens.size:
+                    stay.append(entry)
+            self._entries = stay
             self._entries.append(_Entry(tokens, rows, fresh, points))
             del self._entries[:-MOST_PROMPTS]
 
@@ -50,7 +53,7 @@ class Recent:
         rows, fresh, known = 0, 0, False
         with self._lock:
             for entry in self._entries:
-                shared = common_tokens(entry.tokens, tokens)
+                shared = _shared(entry.tokens, tokens)
                 rows = max(rows, min(entry.rows, shared))
                 if shared == min(entry.tokens.size, tokens.size):  # the same request, by its last
                     fresh = min(entry.fresh, shared)
@@ -71,5 +74,8 @@ class Recent:
             self._entries = []
 
 
-def _extends(longer: TokenIds, shorter: TokenIds) -> bool:
-    return common_tokens(longer, shorter) == shorter.size
+def _shared(left: TokenIds, right: TokenIds) -> int:
+    """``common_tokens``; 0 at once for prompts of different trees."""
+    if common_tokens(left[:FIRST_TOKENS], right[:FIRST_TOKENS]) < FIRST_TOKENS:
+        return 0
+    return common_tokens(left, right)

@@ -36,6 +36,7 @@ from pion_vllm_mlx.cache.lineage.index import Index
 from pion_vllm_mlx.cache.lineage.journal import Journal
 from pion_vllm_mlx.cache.lineage.matching import Rules, match_of
 from pion_vllm_mlx.cache.lineage.model_key import ModelKey
+from pion_vllm_mlx.cache.lineage.plan import Job
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.reader import DamagedPiece, Reader
 from pion_vllm_mlx.cache.lineage.recent import Recent
@@ -49,7 +50,7 @@ from pion_vllm_mlx.cache.lineage.types import (
     Match,
     Restored,
 )
-from pion_vllm_mlx.cache.lineage.writer import Job, Writer
+from pion_vllm_mlx.cache.lineage.writer import Writer
 from pion_vllm_mlx.cache.store_client_endpoint import what_helps
 from pion_vllm_mlx.config import ClientSwitches
 from pion_vllm_mlx.errors import PionError, StoreUnavailable, UnsupportedCache
@@ -403,10 +404,16 @@ class LineageStore:
         log.log(logging.WARNING if first else logging.INFO, "%s", error)
 
     def _damaged(self, error: DamagedPiece) -> None:
-        """A segment that does not verify goes, unless it was just replaced."""
-        self._counters.add("damaged", why=str(error))
+        """What does not verify goes, unless it was just replaced or taken out."""
         names = self._key.names
-        self._in_background(lambda: self._writer.forget_damaged(names, error.segment, error.record))
+        self._counters.add("restore_failures", why=str(error))
+
+        def run() -> None:
+            if self._writer.forget_damaged(names, error):
+                self._counters.add("damaged", why=str(error))
+                log.warning("stored rows dropped: %s", error)
+
+        self._in_background(run)
 
 
 _NO_TOKENS: TokenIds = np.zeros(0, "<u4")

@@ -8,7 +8,7 @@ is bytes: no MLX stream is needed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from crc32c import crc32c
@@ -18,7 +18,6 @@ from pion_vllm_mlx.cache.completion import (
     CompletionRecord,
     Run,
     StateSum,
-    TokenIds,
 )
 from pion_vllm_mlx.cache.lanes_codec import layout_of
 from pion_vllm_mlx.cache.layers import leaves_json
@@ -28,11 +27,14 @@ from pion_vllm_mlx.cache.lineage.budget import Budget
 from pion_vllm_mlx.cache.lineage.capture import Captured, HeldRows
 from pion_vllm_mlx.cache.lineage.client import LineageClient
 from pion_vllm_mlx.cache.lineage.counters import Counters
-from pion_vllm_mlx.cache.lineage.coverage import Ranges, Window, clipped, merged, without
+from pion_vllm_mlx.cache.lineage.coverage import Ranges, without
 from pion_vllm_mlx.cache.lineage.index import Found, Index, Names, Segment
 from pion_vllm_mlx.cache.lineage.locks import PATIENCE_SECONDS, TreeLock, acquire, release, renew
+from pion_vllm_mlx.cache.lineage.merging import Tail, joined, tails
+from pion_vllm_mlx.cache.lineage.plan import Job, Lost, Target, targets_of, windows_after
 from pion_vllm_mlx.cache.lineage.policy import thinned
 from pion_vllm_mlx.cache.lineage.publish import Change, Publisher
+from pion_vllm_mlx.cache.lineage.reader import DamagedPiece
 from pion_vllm_mlx.cache.lineage.records import (
     Claim,
     checkpoint_sid,
@@ -42,10 +44,12 @@ from pion_vllm_mlx.cache.lineage.records import (
     without_overlap,
 )
 from pion_vllm_mlx.cache.lineage.shape import window_leaves
-from pion_vllm_mlx.cache.lineage.types import Checkpoint, KeepKind
+from pion_vllm_mlx.cache.lineage.types import Checkpoint
 from pion_vllm_mlx.cache.store_client import Registration
 from pion_vllm_mlx.errors import DamagedData, NewerFormat, PionError
 from pion_vllm_mlx.formats import get_format
+
+__all__ = ["RECORD_BYTES", "TOKEN_BYTES", "Job", "Lost", "Writer", "registration"]
 
 RUN_BYTES = 256 << 20
 """A longer run is cut: one bulk string has to stay under the server's limit."""
@@ -55,33 +59,6 @@ RECORD_BYTES, RUN_RECORD_BYTES = 4096, 64
 
 TOKEN_BYTES = 8
 """What a token costs beside its rows: its id, in the index and in the record."""
-
-
-class Lost(PionError):
-    """What this store builds on is not there any more; the next one brings all of it."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A prompt whose caches were captured, and the key it is stored under."""
-
-    tokens: TokenIds
-    kind: KeepKind
-    captured: Captured
-    identity: dict[str, Any]
-    names: Names
-    anchor: int = 0
-
-
-@dataclass
-class _Target:
-    """A segment that is being written: what it will be, and where its new rows begin."""
-
-    segment: Segment
-    record: CompletionRecord | None
-    was_end: int
-    is_new: bool = False
-    new_runs: list[Run] = field(default_factory=list)
 
 
 class Writer:
@@ -100,16 +77,25 @@ class Writer:
         """
         written: list[str] = []
         if 0 < job.anchor < job.tokens.size:
-            written += self._write(_up_to(job, job.anchor))
+            written += self._write(job.up_to_anchor())
         return written + self._write(job)
 
-    def forget_damaged(self, names: Names, number: int, record: bytes | None) -> None:
-        """Drops a segment that did not verify, unless its record is another one by now."""
-        if self._client.record(names.namespace(number)) != record:
-            return
-        (segment,) = Index(self._client, names).segments([number])
-        gone = segment or Segment(number, -1, 0, 0)
-        Publisher(self._client, names).remove(gone, None, with_kids=True)
+    def forget_damaged(self, names: Names, damage: DamagedPiece) -> bool:
+        """Drops a segment or checkpoint that did not verify; whether it was damage.
+
+        It is none where the record is another one by now, or the checkpoint was thinned out.
+        """
+        publisher, namespace = Publisher(self._client, names), names.namespace(damage.segment)
+        sid = damage.sid or namespace
+        (now,) = self._client.demand(namespace, [("SSM.PREFIX.FETCH", sid, COMPLETION_LAYER)])
+        if now != damage.record:
+            return False
+        if damage.sid is not None:
+            return publisher.delist(damage.segment, damage.sid)
+        (segment,) = Index(self._client, names).segments([damage.segment])
+        gone = segment or Segment(damage.segment, -1, 0, 0)
+        publisher.remove(gone, None, with_kids=True)
+        return True
 
     def _write(self, job: Job) -> list[str]:
         root = root_field(job.tokens)
@@ -138,76 +124,31 @@ class Writer:
             Publisher(self._client, job.names).touch([one.number for one in found.chain])
         return [job.names.namespace(one.segment.number) for one in targets if one.new_runs]
 
-    # -- what goes where ----------------------------------------------------------
-
-    def _targets(self, job: Job, found: Found) -> list[_Target]:
-        """The segments that get something, root first; new ones have no number yet.
-
-        Raises Lost where rows are missing that nobody has, DamagedData for a segment that
-        does not verify.
-        """
-        targets = [
-            _Target(_pinned(job, segment), None, segment.end)
-            for segment in found.chain
-            if self._amends(job, segment, found)
-        ]
-        total = job.tokens.size
-        if found.common < total:
-            _require_rows(job.captured, found.common, total)
-            last = self._new_or_longer(job, found)
-            targets = [one for one in targets if one.segment.number != last.segment.number]
-            targets.append(last)
+    def _targets(self, job: Job, found: Found) -> list[Target]:
+        """What is to be written, with the records of what is there. Raises DamagedData."""
+        targets = targets_of(job, found)
         for target in targets:
             if not target.is_new:
-                target.record = self._record_of(job, target.segment, found)
+                target.record = self._record_of(job, target.segment, target)
         return targets
 
-    def _new_or_longer(self, job: Job, found: Found) -> _Target:
-        """The leaf, to be extended in place, or a new segment at the divergence."""
-        leaf, total = found.leaf, int(job.tokens.size)
-        kind = "anchor" if job.kind == "anchor" else ""
-        if leaf is not None and found.common == leaf.end and not leaf.kids and not leaf.kind:
-            return _Target(replace(leaf, end=total, kind=kind), None, leaf.end)
-        up = tuple((one.number, one.base) for one in found.chain)
-        parent = leaf.number if leaf is not None else -1
-        segment = Segment(0, parent, found.common, total, up, kind=kind)
-        return _Target(segment, None, found.common, is_new=True)
-
-    def _amends(self, job: Job, segment: Segment, found: Found) -> bool:
-        """Whether a segment that stays as long as it is gets windows, a state or a pin."""
-        end = _end_in(segment, found)
-        if self._owns_checkpoint(job, segment, end):
-            return True
-        if _pinned(job, segment) != segment:
-            return True
-        return any(
-            without(clipped(held, segment.base, end), segment.windows.get(window, ()))
-            for window, held in _held_windows(job.captured).items()
-        )
-
-    def _owns_checkpoint(self, job: Job, segment: Segment, end: int) -> bool:
-        """Whether the state of this job belongs to a segment, and is not there."""
-        total = job.tokens.size
-        if not job.captured.states or not segment.base < total <= end:
-            return False
-        there = {one.length: one.kind for one in segment.checkpoints}
-        return total not in there or (job.kind == "anchor" and there[total] != "anchor")
-
-    def _record_of(self, job: Job, segment: Segment, found: Found) -> CompletionRecord:
+    def _record_of(self, job: Job, segment: Segment, target: Target) -> CompletionRecord:
         """The record of an existing segment. Raises DamagedData where it does not prove it."""
+        agrees = min(target.end, target.was_end)
+        key = link(job.identity, job.tokens, segment.base)
         namespace = job.names.namespace(segment.number)
-        blob = self._client.record(namespace)
+        claim = Claim(key, job.tokens, segment.base, f"segment {namespace}")
         try:
-            proof = proved(blob, _claim(job, segment))
+            proof = proved(self._client.record(namespace), claim)
         except NewerFormat as error:
             raise Lost(str(error)) from error
-        if proof.shared < _end_in(segment, found):
+        if proof.shared < agrees:
             raise DamagedData(f"segment {namespace}: its record is of other tokens")
         return proof.record
 
     # -- writing ------------------------------------------------------------------
 
-    def _fill(self, job: Job, found: Found, targets: list[_Target], lock: TreeLock) -> None:
+    def _fill(self, job: Job, found: Found, targets: list[Target], lock: TreeLock) -> None:
         budget = Budget(self._client, job.names, self._budget_bytes)
         publisher = Publisher(self._client, job.names)
         wanted = job.captured.num_bytes + TOKEN_BYTES * job.tokens.size
@@ -225,7 +166,7 @@ class Writer:
                     self._give_up(job, target, publisher)
                 raise
 
-    def _open(self, job: Job, target: _Target, publisher: Publisher) -> None:
+    def _open(self, job: Job, target: Target, publisher: Publisher) -> None:
         """Gives a new segment its number and its namespace."""
         number = publisher.reserve()
         target.segment = replace(target.segment, number=number)
@@ -233,15 +174,16 @@ class Writer:
         self._client.drop(namespace)  # numbers begin anew where the keys were flushed
         self._client.register(namespace, registration(job.captured.leaves))
 
-    def _store(self, job: Job, target: _Target, publisher: Publisher, lock: TreeLock) -> None:
+    def _store(self, job: Job, target: Target, publisher: Publisher, lock: TreeLock) -> None:
         """Rows, states, records, then the index."""
         segment = target.segment
         namespace = job.names.namespace(segment.number)
-        end = min(segment.end, int(job.tokens.size))
-        sent = self._client.store_rows(namespace, self._encoded(job, target, end, lock))
+        sent = self._client.store_rows(namespace, self._encoded(job, target, lock))
+        sent -= target.again_bytes
         self._counters.add("bytes_rows", sent)
-        segment, state_bytes, dropped = self._store_checkpoint(job, segment, namespace, end)
-        segment = replace(segment, windows=_windows_after(job.captured, segment, end))
+        self._counters.add("bytes_merged", target.again_bytes)
+        segment, state_bytes, dropped = self._store_checkpoint(job, target, namespace)
+        segment = replace(segment, windows=windows_after(job.captured, target))
         record = self._record(job, target, segment)
         sent += state_bytes
         self._counters.add("bytes_written", sent + self._store_record(namespace, namespace, record))
@@ -257,37 +199,52 @@ class Writer:
         for checkpoint in dropped:
             self._client.drop_states(namespace, checkpoint.sid)
 
-    def _encoded(
-        self, job: Job, target: _Target, end: int, lock: TreeLock
-    ) -> Iterator[tuple[Run, Any]]:
+    def _encoded(self, job: Job, target: Target, lock: TreeLock) -> Iterator[tuple[Run, Any]]:
         """The rows that are missing in a target, as they are sent."""
         segment, captured = target.segment, job.captured
         windows = window_leaves(captured.slots)
+        short = tails(target.record, target.was_end - segment.base) if target.record else {}
         for held in captured.rows:
             leaf = captured.leaves[held.layer]
             window = windows.get(held.layer)
-            if window is None:
-                there: Ranges = ((0, target.was_end),)
-            else:
+            there: Ranges = ((0, target.was_end),)
+            if window is not None:
                 there = segment.windows.get(window, ())
-            span = (max(held.start, segment.base), min(held.end, end))
+            span = (max(held.start, segment.base), min(held.end, target.end))
             for start, last in without([span], there):
                 for first, stop in _cut(start, last, held, leaf):
                     renew(self._client, job.names, lock)
-                    blob = held.encoded(first, stop, leaf)
-                    form = (leaf.format_of(held.side), layout_of(leaf, held.side))
-                    place = (held.layer, held.side, first - segment.base, stop - first)
-                    run = Run(*place, *form, crc32c(blob.data))
+                    tail = short.get((held.layer, held.side))
+                    if tail is not None and tail.end != first - segment.base:
+                        tail = None
+                    run, blob = self._run(job, target, held, (first, stop), tail)
                     target.new_runs.append(run)
                     yield run, blob
 
+    def _run(
+        self, job: Job, target: Target, held: HeldRows, span: tuple[int, int], tail: Tail | None
+    ) -> tuple[Run, Any]:
+        """Rows ``span`` as a run, behind those of ``tail`` if there are any."""
+        leaf, base = job.captured.leaves[held.layer], target.segment.base
+        blob = held.encoded(*span, leaf)
+        start = span[0] - base
+        if tail is not None and target.record is not None:
+            namespace = job.names.namespace(target.segment.number)
+            new_bytes = blob.nbytes
+            blob = joined(self._client, namespace, target.record, tail, blob)
+            target.again_bytes += blob.nbytes - new_bytes
+            start = tail.start
+        form = (leaf.format_of(held.side), layout_of(leaf, held.side))
+        rows = span[1] - base - start
+        return Run(held.layer, held.side, start, rows, *form, crc32c(blob.data)), blob
+
     def _store_checkpoint(
-        self, job: Job, segment: Segment, namespace: str, end: int
+        self, job: Job, target: Target, namespace: str
     ) -> tuple[Segment, int, Sequence[Checkpoint]]:
         """The states at the end of the job, if they belong here; what is thinned for them."""
-        if not self._owns_checkpoint(job, segment, end):
+        segment, length = target.segment, job.length
+        if not target.owns_state(job):
             return segment, 0, ()
-        length = int(job.tokens.size)
         sid = checkpoint_sid(namespace, length)
         sums, blobs = [], []
         for slot, blob in job.captured.state_blobs():
@@ -306,7 +263,7 @@ class Writer:
         stay, gone = thinned([*others, Checkpoint(length, job.kind, sid)])
         return replace(segment, checkpoints=tuple(stay)), sent, gone
 
-    def _record(self, job: Job, target: _Target, segment: Segment) -> CompletionRecord:
+    def _record(self, job: Job, target: Target, segment: Segment) -> CompletionRecord:
         """The record of a segment as it is now."""
         new = target.new_runs
         if target.record is None:
@@ -333,7 +290,7 @@ class Writer:
         states = [(COMPLETION_LAYER, blob, crc32c(blob))]
         return self._client.store_states_at(namespace, sid, states)
 
-    def _give_up(self, job: Job, target: _Target, publisher: Publisher) -> None:
+    def _give_up(self, job: Job, target: Target, publisher: Publisher) -> None:
         """Frees what a store that failed has written; else the sweep will."""
         try:
             publisher.free(job.names.namespace(target.segment.number))
@@ -341,79 +298,13 @@ class Writer:
             return
 
     def _forget(self, job: Job, found: Found) -> None:
-        """Takes a chain whose records do not verify out of the index, leaf first."""
+        """Takes the segments whose records do not verify out of the index, leaf first."""
         publisher = Publisher(self._client, job.names)
-        for segment in reversed(found.chain):
-            namespace = job.names.namespace(segment.number)
+        for segment, end in reversed(list(zip(found.chain, found.ends, strict=True))):
             try:
-                proved(self._client.record(namespace), _claim(job, segment))
+                self._record_of(job, segment, Target(segment, end, segment.end))
             except DamagedData:
                 publisher.remove(segment, None, with_kids=True)
-
-
-def _up_to(job: Job, length: int) -> Job:
-    """The rows of a job up to its anchor, as an anchor of their own."""
-    rows = [
-        replace(held, end=min(held.end, length))
-        for held in job.captured.rows
-        if held.start < length
-    ]
-    captured = replace(job.captured, rows=rows, states={})
-    return replace(job, tokens=job.tokens[:length], kind="anchor", captured=captured, anchor=0)
-
-
-def _pinned(job: Job, segment: Segment) -> Segment:
-    """The segment as an anchor, if it ends where an anchor was kept."""
-    ends_there = job.kind == "anchor" and segment.end == job.tokens.size
-    return replace(segment, kind="anchor") if ends_there else segment
-
-
-def _claim(job: Job, segment: Segment) -> Claim:
-    key = link(job.identity, job.tokens, segment.base)
-    return Claim(key, job.tokens, segment.base, f"segment {job.names.namespace(segment.number)}")
-
-
-def _end_in(segment: Segment, found: Found) -> int:
-    """How far a segment of a chain agrees with the prompt."""
-    ends = {
-        one.number: child.base for one, child in zip(found.chain, found.chain[1:], strict=False)
-    }
-    return ends.get(segment.number, found.common)
-
-
-def _held_windows(captured: Captured) -> dict[Window, Ranges]:
-    """Which positions of each window were captured: the same in all of its leaves."""
-    leaves = window_leaves(captured.slots)
-    found: dict[Window, list[tuple[int, int]]] = {}
-    for held in captured.rows:
-        if held.layer in leaves:
-            found.setdefault(leaves[held.layer], []).append((held.start, held.end))
-    return {window: merged(spans) for window, spans in found.items()}
-
-
-def _windows_after(captured: Captured, segment: Segment, end: int) -> dict[Window, Ranges]:
-    """The windows of a segment once the captured rows up to ``end`` are in it."""
-    found = dict(segment.windows)
-    for window, held in _held_windows(captured).items():
-        mine = clipped(held, segment.base, end)
-        found[window] = merged([*found.get(window, ()), *mine])
-    return found
-
-
-def _require_rows(captured: Captured, common: int, total: int) -> None:
-    """Raises Lost where rows from ``common`` on are missing in a leaf that needs all."""
-    windows = window_leaves(captured.slots)
-    for layer, leaf in enumerate(captured.leaves):
-        if layer in windows:
-            continue
-        for side in ("k", "v"):
-            spans = merged(
-                (held.start, held.end)
-                for held in captured.rows
-                if held.layer == layer and held.side == side
-            )
-            if leaf.width(side) and without([(common, total)], spans):
-                raise Lost(f"rows from token {common} on are not stored any more")
 
 
 def _cut(start: int, end: int, held: HeldRows, leaf: LeafSpec) -> Iterator[tuple[int, int]]:

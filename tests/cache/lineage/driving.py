@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from pion_vllm_mlx.cache.layers import cache_arrays
@@ -64,6 +65,7 @@ class Engine:
 
     def __init__(self, model: Any, store: LineageStore | None, kv_bits: int | None = None) -> None:
         self.model = model
+        self.chunk = CHUNK
         self.store = store
         self.kv_bits = kv_bits
         self.forwarded = 0
@@ -76,13 +78,13 @@ class Engine:
         return logits
 
     def prefill(self, ids: list[int], start: int, end: int, cache: list[Any]) -> None:
-        for at in range(start, end, CHUNK):
-            self.forward(ids[at : min(at + CHUNK, end)], cache)
+        for at in range(start, end, self.chunk):
+            self.forward(ids[at : min(at + self.chunk, end)], cache)
 
     def turn(self, ids: list[int], reply: int = 4, anchor: int | None = None) -> Turn:
         """One request: match, restore, prefill with cuts, keep, generate, keep."""
         before = self.forwarded
-        match, cache, at, lane = Match(mx.zeros(0)), None, 0, ""
+        match, cache, at, lane = Match(np.zeros(0, "<u4")), None, 0, ""
         cuts: list[tuple[int, Any]] = []
         kept: list[bool] = []
         if self.store is not None:

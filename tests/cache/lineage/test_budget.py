@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pion_vllm_mlx.cache.completion import CompletionRecord
 from pion_vllm_mlx.cache.connection import info_fields
 from pion_vllm_mlx.cache.lineage import LineageStore
 from pion_vllm_mlx.cache.lineage.budget import Budget
-from tests.cache.lineage.driving import KINDS, STATEFUL, Engine, kind_options, open_store, prompt
+from tests.cache.lineage.driving import (
+    KINDS,
+    STATEFUL,
+    Engine,
+    kind_options,
+    open_store,
+    prompt,
+    same_reply,
+)
 from tests.conftest import RunningServer, running_server
 from tests.models import tiny_model
 
@@ -164,3 +174,44 @@ def test_what_other_models_hold_counts_and_goes_too(own: RunningServer) -> None:
     assert Engine(first, old).turn(prompt(120, 9), reply=1).reused == 0
     old.close()
     new.close()
+
+
+def runs_of(store: LineageStore, number: int = 1) -> dict[tuple[int, str], int]:
+    """How many runs each leaf and side of a segment has."""
+    blob = store._front.record(store._key.names.namespace(number))
+    assert blob is not None
+    return dict(Counter((run.layer, run.side) for run in CompletionRecord.decode(blob).runs))
+
+
+@pytest.mark.parametrize("kind", ["plain", "quantized", "window", "gated delta"])
+def test_many_short_turns_become_few_runs_and_each_row_is_sent_about_once_more(
+    kind: str, own: RunningServer
+) -> None:
+    """FAULTS 13."""
+    name, kv_bits = KINDS[kind]
+    model = tiny_model(name)
+    store = open_store(model, own, **kind_options(kv_bits))
+    engine = Engine(model, store, kv_bits)
+    ids = prompt(40, 12)
+    early = store.match(ids)
+    for turn in range(30):
+        engine.turn(ids, reply=1)
+        assert store.flush()
+        if turn == 6:
+            early = store.match(ids)
+        ids = [*ids, *prompt(5, 300 + turn)]
+    assert max(runs_of(store).values()) <= 9
+    stats = store.stats()
+    assert 0 < stats["bytes_merged"] <= 2 * stats["bytes_rows"]
+    turn_ = engine.turn(ids, reply=2)
+    assert turn_.reused == len(ids) - 6
+    same_reply(turn_, Engine(model, None, kv_bits).turn(ids, reply=2))
+    again = store.restore(early)
+    if name in STATEFUL:
+        assert again is None, "its state was thinned out meanwhile"
+    else:
+        assert again is not None and again.length == early.length, "a match from before holds"
+    assert store.flush()
+    assert store.stats().get("damaged", 0) == 0
+    assert engine.turn(ids, reply=1).reused == len(ids) - 1
+    store.close()

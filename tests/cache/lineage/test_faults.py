@@ -128,7 +128,7 @@ def test_addresses_prove_nothing(own: RunningServer) -> None:
     match = store.match(other)
     assert match.common == 127, "the lie is believed until it is to be proved"
     assert store.restore(match) is None
-    assert store.stats()["damaged"] == 1
+    assert store.flush() and store.stats()["damaged"] == 1
     turn = engine.turn(other, reply=1)
     assert turn.reused == 0 and turn.logits == Engine(model, None).turn(other, reply=1).logits
     assert store.flush() and engine.turn(other, reply=1).reused == 127

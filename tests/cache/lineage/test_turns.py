@@ -18,6 +18,7 @@ from tests.cache.lineage.driving import (
     Pair,
     kind_options,
     prompt,
+    same_reply,
 )
 from tests.models import tiny_model
 
@@ -61,6 +62,29 @@ def test_a_divergence_gets_a_restore_point_for_the_third_prompt(pair: Pair) -> N
     pair.ask([*system, *prompt(100, 7)])
     third = pair.ask([*system, *prompt(100, 8)])
     assert third.reused == 400 and third.computed == 100
+
+
+def test_a_prompt_that_passes_through_leaves_nothing_of_its_own_behind(opened: Opener) -> None:
+    """FAULTS 4: the windows that another prompt adds to a segment end where it leaves it."""
+    model = tiny_model("gemma3_text")
+    store = opened(model)
+    slow, plain = Engine(model, store), Engine(model, None)
+    slow.chunk = 1  # a ring that holds its window and no more
+    first = prompt(700, 16)
+    slow.turn(first, reply=1)
+    assert store.flush(30)
+    engine = Engine(model, store)
+    other = [*first[:400], *prompt(150, 17)]
+    turn = engine.turn(other, reply=1)
+    assert turn.reused == 0 and turn.match.common == 400
+    assert store.flush(30)
+    for at in (400, 420, 450, 500, 548, 600):
+        asked = [*first[:at], 5, 6, 7]
+        match = store.match(asked)
+        assert match.common >= at and 400 <= match.length <= at
+        same_reply(engine.turn(asked), plain.turn(asked))
+        assert store.flush(30)
+    assert engine.turn([*other[:549], 9, 9]).reused == 549
 
 
 def test_an_anchor_serves_every_conversation_under_it(pair: Pair) -> None:
