@@ -22,7 +22,7 @@ class Farewell:
         self._transport = transport
         self._left = LINGER_BYTES
         if transport.is_closing():
-            return  # the output limit has ended it with this very reply
+            return  # the output limit may have ended it with the last reply
         if transport.can_write_eof():
             transport.write_eof()
             asyncio.get_running_loop().call_later(LINGER_SECONDS, transport.close)

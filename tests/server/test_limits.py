@@ -287,8 +287,8 @@ def test_a_last_reply_past_the_output_limit_ends_the_connection_once() -> None:
             transport, _ = await loop.create_connection(asyncio.Protocol, sock=ours)
             transport.write(bytes(8 << 20))
             transport.abort()
+            await asyncio.sleep(0)  # closed from now on
             Farewell(transport).received(1)
-            await asyncio.sleep(0)
             assert theirs.recv(1 << 20) != b"+OK\r\n"
 
     with closing(uvloop.new_event_loop()) as loop:
