@@ -118,7 +118,7 @@ def _cache_class(
 
         def __init__(self, model: Any, config: Any) -> None:
             super().__init__(model, config, settings)
-            anchors.wanted = anchors.wanted or self.wants_cuts
+            anchors.wanted = anchors.wanted or self.wants_anchors
             caches.add(self)
 
     return InstalledPrefixCache

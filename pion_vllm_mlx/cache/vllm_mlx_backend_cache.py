@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from pion_vllm_mlx.cache.completion import TokenIds
-from pion_vllm_mlx.cache.lineage import Cut, LineageOptions, LineageStore, Match
-from pion_vllm_mlx.cache.lineage.types import CutKind, KeepKind
+from pion_vllm_mlx.cache.lineage import Cut, LineageOptions, LineageStore, Match, policy
+from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.vllm_mlx_backend_live import LiveTier, Tokens, check_length
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
 
@@ -37,9 +37,6 @@ UNEXPECTED = (
     ValueError,
 )
 _NO_TOKENS = np.zeros(0, np.uint32)
-#: a guard, or a divergence, is only worth a state of its own when it spares so many tokens.
-CHECKPOINT_GAIN = 256
-GUARD_DISTANCE = 16
 
 
 @dataclass(frozen=True)
@@ -257,8 +254,11 @@ class PionPrefixCache:
         return False
 
     def cuts(self, lookup: Lookup, anchor: int | None) -> list[Cut]:
-        """Where this prompt's cache has to be kept while what is not reused is prefilled."""
-        if not self._wants_cuts:
+        """Where this prompt's cache has to be kept while what is not reused is prefilled.
+
+        None for a model whose rows can be cut anywhere; the store is told of its anchor.
+        """
+        if not self.wants_anchors:
             return []
         match = lookup.match if lookup.match is not None else Match(lookup.ids)
         match = replace(
@@ -269,7 +269,9 @@ class PionPrefixCache:
         store = self.store_or_none()
         if store is not None and store.bypass is None:
             return store.cuts(lookup.ids, match, anchor)
-        return plain_cuts(lookup.prompt_tokens, match.length, match.common, anchor)
+        if not self._wants_cuts:
+            return []
+        return policy.cuts(lookup.prompt_tokens, match.length, match.common, anchor)
 
     def bound(self, max_kv_size: int) -> None:
         """Told of ``--max-kv-size``: such caches are other than the model's own.
@@ -281,9 +283,9 @@ class PionPrefixCache:
             self._tell("with --max-kv-size prefixes are kept in this process only")
 
     @property
-    def wants_cuts(self) -> bool:
-        """Whether the model's caches can be restored only where they were kept."""
-        return self._wants_cuts
+    def wants_anchors(self) -> bool:
+        """Whether anybody asks where system prompts end."""
+        return self._wants_cuts or self.settings.options is not None
 
     def store_or_none(self) -> LineageStore | None:
         """The store, opened at its first use on the thread that owns MLX."""
@@ -361,18 +363,6 @@ class PionPrefixCache:
         if sentence not in self._told:
             self._told.add(sentence)
             log.warning("pion: %s", sentence)
-
-
-def plain_cuts(count: int, reused: int, common: int, anchor: int | None) -> list[Cut]:
-    """Where a prompt of ``count`` tokens is cut when there is no store to say so."""
-    kinds: dict[int, CutKind] = {}
-    if count - reused >= CHECKPOINT_GAIN:
-        kinds[count - GUARD_DISTANCE] = "guard"
-    if common - reused >= CHECKPOINT_GAIN:
-        kinds[common] = "divergence"
-    if anchor is not None:
-        kinds[anchor] = "anchor"
-    return [Cut(at, kinds[at]) for at in sorted(kinds) if reused < at < count]
 
 
 def _kinds(model: Any) -> set[str]:

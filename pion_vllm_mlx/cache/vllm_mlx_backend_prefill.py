@@ -214,7 +214,7 @@ def patch_scheduler(replacements: Replacements, anchors: AnchorTexts) -> None:
         cache.bound(self.config.max_kv_size)
         result = original(self, request)
         request.pion_lookup = cache.last_lookup
-        if cache.wants_cuts and isinstance(request.prompt, str):
+        if cache.wants_anchors and isinstance(request.prompt, str):
             try:
                 request.pion_anchor = anchors.length(
                     request.prompt, request.prompt_token_ids, self._actual_tokenizer
