@@ -230,7 +230,7 @@ def _scheduled(
     on_gpu = mx.default_device().type == mx.DeviceType.gpu
     raws = [_as_bytes(held.raw, on_gpu) for held in rows]
     arrays = [one.raw for state in states.values() for one in state if one is not None]
-    mx.async_eval(raws + arrays)
+    mx.async_eval(raws + arrays)  # type: ignore[no-untyped-call]
     ready: list[mx.array | Bytes] = list(raws)
     if not on_gpu and sum(raw.nbytes for raw in raws) <= SMALL_BYTES:
         ready = [np.array(_table(raw)) for raw in raws]
