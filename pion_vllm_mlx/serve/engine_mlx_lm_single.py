@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -97,7 +98,8 @@ class SingleRequests:
                     store.save_journal(journal, plan.tokens, generated, None)
                 if journal and len(generated) % every == 1 and len(generated) > len(plan.resume):
                     tokens = [*plan.tokens, *generated]
-                    guarded(lambda tokens=tokens: store.keep(tokens, caches), False)  # type: ignore[misc]
+                    # guards: the newest one is enough, and the end of the prompt stays kept
+                    guarded(partial(store.keep, tokens, caches, "guard"), False)
                     kept = len(generated)
                 yield response
         finally:
