@@ -11,6 +11,8 @@ from dataclasses import asdict
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+from jinja2 import TemplateError
+
 from pion_vllm_mlx.cache.lineage import LineageStore
 from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
 from pion_vllm_mlx.serve.engine_mlx_lm_generator import Generator
@@ -21,7 +23,9 @@ STATS, COUNT, EXPLAIN = "/v1/pion/stats", "/v1/pion/count_tokens", "/v1/pion/exp
 BACKLOG = 128
 MAX_BODY_BYTES = 256 << 20
 SURROUNDINGS = 12
-_REFUSALS = (ValueError, TypeError, LookupError, AttributeError, AssertionError, RuntimeError)
+#: how many tokens of Explanation.stored_tokens lie before the one that differs, at most.
+STORED_BEFORE = 16
+_REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 """What mlx-lm and chat templates end in when a body is not to their liking."""
 
 server: Any = importlib.import_module("mlx_lm.server")
@@ -169,7 +173,7 @@ def explained(
     told["prompt_tokens"] = len(tokens)
     if found.position is not None:
         told["asked_text"] = _around(decode, tokens, found.position)
-        told["stored_text"] = _around(decode, stored, found.position)
+        told["stored_text"] = _around(decode, stored, min(found.position, STORED_BEFORE))
     return told
 
 
