@@ -58,8 +58,6 @@ class Recent:
                 if shared == min(entry.tokens.size, tokens.size):  # the same request, by its last
                     fresh = min(entry.fresh, shared)
                 known = known or (shared == tokens.size and tokens.size in entry.points)
-        if rows < FIRST_TOKENS:  # nothing is found by fewer: it would be a tree of its own
-            rows = 0
         return Since(rows, min(rows, fresh)), known
 
     def forget(self, tokens: TokenIds) -> None:
@@ -75,7 +73,7 @@ class Recent:
 
 
 def _shared(left: TokenIds, right: TokenIds) -> int:
-    """``common_tokens``; 0 at once for prompts of different trees."""
+    """``common_tokens``; 0 for prompts of different trees: nothing is found by fewer tokens."""
     if common_tokens(left[:FIRST_TOKENS], right[:FIRST_TOKENS]) < FIRST_TOKENS:
         return 0
     return common_tokens(left, right)

@@ -10,9 +10,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from pion_vllm_mlx.cache.completion import CompletionRecord
 from pion_vllm_mlx.cache.completion import token_ids as as_ids
 from pion_vllm_mlx.cache.connection import Address, RespConnection
-from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore
+from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore, model_key
 from pion_vllm_mlx.cache.lineage.blocks import block_digests
 from pion_vllm_mlx.cache.lineage.client import LineageClient
 from pion_vllm_mlx.cache.store_client import StoreClient
@@ -132,6 +133,49 @@ def test_addresses_prove_nothing(own: RunningServer) -> None:
     turn = engine.turn(other, reply=1)
     assert turn.reused == 0 and turn.logits == Engine(model, None).turn(other, reply=1).logits
     assert store.flush() and engine.turn(other, reply=1).reused == 127
+    store.close()
+
+
+def test_equal_addresses_of_two_models_are_told_apart_by_their_keys(
+    own: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS 1: 48 bits may collide."""
+    monkeypatch.setattr(model_key, "model_digest", lambda digest, vquant: "0123456789ab")
+    model = tiny_model("llama")
+    first = Engine(model, open_store(model, own, key_parts={"tenant": "a"}))
+    ids = prompt(100, 16)
+    first.turn(ids, reply=1)
+    assert first.store is not None and first.store.flush()
+    store = open_store(model, own, key_parts={"tenant": "b"})
+    match = store.match(ids)
+    assert match.length == 99 and store.restore(match) is None
+    first.store.close()
+    store.close()
+
+
+def test_a_segment_counts_only_behind_the_tokens_it_was_computed_behind(
+    own: RunningServer,
+) -> None:
+    """FAULTS 1 and 5: an index that hangs a segment under another parent gives no hit."""
+    model = tiny_model("llama")
+    store = open_store(model, own)
+    engine = Engine(model, store)
+    left, right, own_part = prompt(64, 17), prompt(64, 18), prompt(64, 19)
+    for ids in ([*left, *prompt(64, 20)], [*left, *own_part], [*right, *prompt(64, 21)]):
+        engine.turn([*ids, 1], reply=1)
+        assert store.flush()
+    mid = store.conversations()[0].id.partition(":")[0]
+    digests = block_digests(as_ids([*right, *own_part]))
+    with RespConnection(Address(port=own.port)) as raw:
+        raw.command("HSET", f"pps:{mid}:seg:2", "parent", "3", "up", "3:0")
+        raw.command("HSET", f"pps:{mid}:blk", digests[1].hex(), "2:128")
+    asked = [*right, *own_part, 5]
+    match = store.match(asked)
+    assert match.length == 128 and [piece.segment for piece in match.chain] == [3, 2]
+    assert store.restore(match) is None
+    turn = engine.turn(asked, reply=2)
+    assert turn.reused <= 64
+    same_reply(turn, Engine(model, None).turn(asked, reply=2))
     store.close()
 
 
@@ -297,6 +341,34 @@ def flip_in_every_file(folder: Path) -> int:
             os.fsync(file.fileno())
         count += 1
     return count
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba"])
+def test_a_state_that_does_not_verify_goes_alone(name: str, own: RunningServer) -> None:
+    """FAULTS 3: the rows of its lineage and its other states stay."""
+    model = tiny_model(name)
+    store = open_store(model, own)
+    engine, plain = Engine(model, store), Engine(model, None)
+    ids = prompt(400, 15)
+    engine.turn(ids, reply=1)
+    assert store.flush(30)
+    sid = next(one.sid for one in store.conversations()[0].checkpoints if one.length == 399)
+    slot = 0 if name == "mamba" else first_state(store, sid)
+    (blob,) = store._front.demand(sid, [("SSM.PREFIX.FETCH", sid, slot)])
+    store._front.demand(sid, [("SSM.PREFIX.STORE", sid, slot, blob[:-1] + b"\x7f")])
+    match = store.match(ids)
+    assert match.length == 399 and store.restore(match) is None
+    assert store.flush(30) and store.stats()["damaged"] == 1
+    turn = engine.turn(ids, reply=2)
+    assert turn.reused == 384, "the guard is there"
+    same_reply(turn, plain.turn(ids, reply=2))
+    assert store.flush(30) and engine.turn(ids, reply=1).reused == 399
+    store.close()
+
+
+def first_state(store: LineageStore, sid: str) -> int:
+    (blob,) = store._front.demand(sid, [("SSM.PREFIX.FETCH", sid, 65535)])
+    return CompletionRecord.decode(blob).states[0].slot
 
 
 # -- liveness ---------------------------------------------------------------------
