@@ -189,6 +189,4 @@ def _record(whole: Whole, stored: StoredCache) -> CompletionRecord:
         blob = encode_state("ArraysCache", arrays)
         states.append(StateSum(slot, crc32c(blob), len(blob)))
     shown = [leaf.as_json() for leaf in stored.leaves]
-    return CompletionRecord(
-        whole.identity, whole.tokens, stored.slots, shown, runs, states
-    )
+    return CompletionRecord(whole.identity, whole.tokens, stored.slots, shown, runs, states)

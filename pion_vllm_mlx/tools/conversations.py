@@ -16,7 +16,7 @@ from typing import Any
 from pion_vllm_mlx.cache.identity_names import first_difference
 from pion_vllm_mlx.cache.lineage.client import LineageClient
 from pion_vllm_mlx.cache.lineage.conversations import Conversations
-from pion_vllm_mlx.cache.lineage.model_key import ModelKey
+from pion_vllm_mlx.cache.lineage.model_key import NATIVE, ModelKey
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.serve.pion_flags import PionFlags
 from pion_vllm_mlx.tools import conversation_file
@@ -92,9 +92,7 @@ def _list(options: argparse.Namespace) -> int:
         found = shelf.all()
         begins = [_begins(shelf, one, config, tokenizer) for one in found]
     if options.json:
-        shown = [
-            {**one.as_json(), "begins": text} for one, text in zip(found, begins, strict=True)
-        ]
+        shown = [{**one.as_json(), "begins": text} for one, text in zip(found, begins, strict=True)]
         print(json.dumps(shown))
     else:
         print("\n".join(table(found, begins, time.time())))
@@ -107,7 +105,8 @@ def _tokenizer(model: str) -> tuple[dict[str, Any], Any]:
 
     try:
         folder = _download(model, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", "*.py"])
-        return dict(load_config(folder)), load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder)  # type: ignore[no-untyped-call]
+        return dict(load_config(folder)), tokenizer
     except _NO_TOKENIZER as error:
         raise ConfigError(f"the tokenizer of {model} cannot be loaded: {error}") from error
 
@@ -151,9 +150,7 @@ def table(found: Sequence[Listed], begins: Sequence[str | None], now: float) -> 
 # -- what changes something -------------------------------------------------------
 
 
-def _each(
-    options: argparse.Namespace, do: Callable[[Shelf, Conversations, str], str]
-) -> int:
+def _each(options: argparse.Namespace, do: Callable[[Shelf, Conversations, str], str]) -> int:
     """Checks that every id is there, then does one after the other."""
     with lineages(options) as client:
         shelf = Shelf(client)
@@ -230,7 +227,7 @@ def _require_key(options: argparse.Namespace) -> None:
     """Raises ConfigError for a file that this model will never hit."""
     record, _ = conversation_file.read_key(options.file)
     form = record.identity["format"]
-    flags = PionFlags(vquant=None if form == conversation_file.NATIVE else form)
+    flags = PionFlags(vquant=None if form == NATIVE else form)
 
     def use(served: ServedModel) -> int:
         provider = served.provider

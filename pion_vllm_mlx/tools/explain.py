@@ -1,4 +1,7 @@
-"""``pion-vllm-mlx explain NS``: what a store has under a namespace, and what a hit needs."""
+"""``pion-vllm-mlx explain NS``: what a store has under a namespace, and what a hit needs.
+
+``explain --request`` and ``--last``, about a request of ``serve``, are in ``explain_request``.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,18 @@ from pion_vllm_mlx.errors import DamagedData, NewerFormat, StoreUnavailable
 from pion_vllm_mlx.tools.store_access import add_url, size_text, store
 
 SHOWN_TOKENS = 8
+REQUEST_FLAGS = ("--request", "--last")
 
 
 def main(arguments: Sequence[str]) -> int:
     """Print the explanation; 0 for a prefix that can be a hit, 1 for any other."""
+    if any(word.partition("=")[0] in REQUEST_FLAGS for word in arguments):
+        return _of_request(arguments)
     parser = argparse.ArgumentParser(
         prog="pion-vllm-mlx explain",
         description="What a store has under a namespace, and why a lookup hits or misses. "
         "Exit code 0: a whole prefix is there; 1: none is.",
+        epilog="About a request of serve: --request BODY.json or --last, with --help for more.",
     )
     parser.add_argument("namespace")
     add_url(parser)
@@ -36,6 +43,12 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print("\n".join(lines(found)))
     return 0 if found["complete"] else 1
+
+
+def _of_request(arguments: Sequence[str]) -> int:
+    from pion_vllm_mlx.tools import explain_request  # needs more than a namespace does
+
+    return explain_request.main(arguments)
 
 
 def explanation(connection: RespConnection, namespace: str) -> dict[str, Any]:

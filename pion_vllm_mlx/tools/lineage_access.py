@@ -15,7 +15,14 @@ from typing import Any
 
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage.client import LineageClient, as_int, as_text, connect, pairs_of
-from pion_vllm_mlx.cache.lineage.index import LRU_KEY, SIZES_KEY, Index, Names, Segment, parse_tokens
+from pion_vllm_mlx.cache.lineage.index import (
+    LRU_KEY,
+    SIZES_KEY,
+    Index,
+    Names,
+    Segment,
+    parse_tokens,
+)
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.types import LineageOptions
 from pion_vllm_mlx.cache.store_client_endpoint import what_helps
@@ -87,7 +94,8 @@ class Shelf:
     def all(self) -> list[Listed]:
         """Every conversation, and every pinned beginning of others, the latest used first."""
         ranked, sizes = self.client.demand(
-            Names("").route, [("ZRANGE", LRU_KEY, 0, -1, "REV", "WITHSCORES"), ("HGETALL", SIZES_KEY)]
+            Names("").route,
+            [("ZRANGE", LRU_KEY, 0, -1, "REV", "WITHSCORES"), ("HGETALL", SIZES_KEY)],
         )
         used = {as_text(name): float(as_text(score)) for name, score in pairs_of(ranked)}
         size = {as_text(name): as_int(as_text(value), 0) for name, value in pairs_of(sizes)}

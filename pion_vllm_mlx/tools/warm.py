@@ -176,7 +176,9 @@ def _compute(served: ServedModel, store: LineageStore, tokens: list[int]) -> int
     provider, cli = served.provider, served.cli
     match = store.match([*tokens, 0])
     restored = store.restore(match)
-    caches: list[Any] = restored.caches if restored is not None else make_prompt_cache(provider.model)
+    caches: list[Any] = (
+        restored.caches if restored is not None else make_prompt_cache(provider.model)
+    )
     if restored is None and provider.draft_model is not None:
         caches = [*caches, *make_prompt_cache(provider.draft_model)]
     at = restored.length if restored is not None else 0
@@ -207,4 +209,6 @@ def _line(result: dict[str, Any]) -> str:
     computed = result["computed"]
     told = f"{computed:,} computed in {result['seconds']:.1f} s" if computed else "stored already"
     pinned = ", pinned" if result["pinned"] else ""
-    return f"{result['file']}: {result['tokens']:,} tokens, {told}{pinned} as {result['conversation']}"
+    return (
+        f"{result['file']}: {result['tokens']:,} tokens, {told}{pinned} as {result['conversation']}"
+    )
