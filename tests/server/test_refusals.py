@@ -115,7 +115,6 @@ REFUSED: list[tuple[str, tuple[Word, ...]]] = [
     ("relative", ("KV.PREFIX.SAVE", "")),
     ("relative", ("KV.PREFIX.SAVE", b"a\0b")),
     ("unknown option", ("BGSAVE", "LATER")),
-    ("unknown option", ("PION.STATS", "RESETS")),
     ("path is too long", ("KV.PREFIX.SAVE", "x" * 255)),
     ("path is too long", ("KV.PREFIX.SAVE", "x" * 400 + "/y")),
     ("folder that is there", ("KV.PREFIX.SAVE", "y/" * 10_000 + "y")),

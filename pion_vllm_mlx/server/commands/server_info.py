@@ -158,7 +158,7 @@ def info(context: Context, args: list[Arg]) -> Reply:
 @command("PION.STATS", -1, "The value receipt of this worker; RESET zeroes it.", syntax="[RESET]")
 def pion_stats(context: Context, args: list[Arg]) -> Reply:
     server = context.server
-    if arguments.options(args[1:], {"RESET": 0}, "PION.STATS"):
+    if len(args) == 2 and arguments.word(args[1]).upper() == b"RESET":
         # the uptime stays
         server.ledger = Ledger(server.ledger.worker_id, server.ledger.started)
         return Simple("OK")

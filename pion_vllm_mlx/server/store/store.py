@@ -144,6 +144,7 @@ class Store:
                 await self._log(list(build()), copied)
 
         await _going_on(locked())
+        await self.close_retired()  # who drops to make room has it with the answer
 
     async def _log(self, effects: Sequence[Record], copied: bool = False) -> bool:
         """Log and apply; False where what was emptied waits for a flush that the disk refused.
@@ -158,8 +159,7 @@ class Store:
             mine = [effect for effect in effects if effect.log == name]
             if not mine:
                 continue
-            logged = await loop.run_in_executor(self._log_thread, wal.append, mine)
-            for entry in logged:
+            for entry in await loop.run_in_executor(self._log_thread, wal.append, mine):
                 self.state.apply(entry)
         self.on_change([sid for effect in effects for sid in changed_by(effect)])
         self.on_effects(effects)
