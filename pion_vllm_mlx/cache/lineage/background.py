@@ -108,6 +108,7 @@ class Background:
                 self._busy = False
                 self._waiting_bytes = max(0, self._waiting_bytes - task.num_bytes)
                 self._changed.notify_all()
+            del task  # its owner may be dropped while this thread waits
 
     def _run(self, task: Task) -> None:
         try:

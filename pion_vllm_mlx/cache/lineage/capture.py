@@ -227,7 +227,7 @@ def _scheduled(
     states: dict[int, list[HeldState | None]],
 ) -> Captured:
     """Makes arrays of bytes of the slices and schedules what has to be computed for them."""
-    on_gpu = mx.default_device().type == mx.DeviceType.gpu
+    on_gpu = computes_on_gpu()
     raws = [_as_bytes(held.raw, on_gpu) for held in rows]
     arrays = [one.raw for state in states.values() for one in state if one is not None]
     mx.async_eval(raws + arrays)  # type: ignore[no-untyped-call]
@@ -236,6 +236,11 @@ def _scheduled(
         ready = [np.array(_table(raw)) for raw in raws]
     held_rows = [replace(held, raw=raw) for held, raw in zip(rows, ready, strict=True)]
     return Captured(slots, leaves, held_rows, states)
+
+
+def computes_on_gpu() -> bool:
+    """Whether MLX copies beside the caller."""
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
 def _as_bytes(array: Any, copied: bool) -> mx.array:

@@ -7,7 +7,11 @@ if that was wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from pion_vllm_mlx.cache.connection import RespConnection
@@ -15,7 +19,7 @@ from pion_vllm_mlx.cache.lineage.types import LineageOptions
 from pion_vllm_mlx.cache.store_client import StoreClient
 from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, parse_url
 from pion_vllm_mlx.config import ServerEnvironment
-from pion_vllm_mlx.errors import CommandError, StoreUnavailable
+from pion_vllm_mlx.errors import CommandError, DeadlineExceeded, StoreUnavailable
 
 _MOST_COMMANDS = 512
 
@@ -25,6 +29,19 @@ Decide = Callable[[Sequence[Any]], "Commands | None"]
 
 class LineageClient(StoreClient):
     """A StoreClient that also knows keys. ``route`` is the namespace that says where."""
+
+    def __init__(self, endpoint: Endpoint, deadline_seconds: float) -> None:
+        super().__init__(endpoint, deadline_seconds)
+        self._local = threading.local()
+
+    @contextmanager
+    def within(self, seconds: float) -> Iterator[None]:
+        """All commands of this thread inside end within ``seconds`` together."""
+        self._local.ends_at = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._local.ends_at = math.inf
 
     def pipeline(self, route: str, commands: Commands, num_bytes: int = 0) -> list[Any]:
         """The replies of commands sent together, refusals among them.
@@ -58,7 +75,10 @@ class LineageClient(StoreClient):
         self.demand(route, [("SSM.PREFIX.DROP", sid)])
 
     def _ask(self, route: str, commands: Commands, num_bytes: int) -> list[Any]:
-        seconds = self.seconds(num_bytes)
+        ends_at: float = self._local.__dict__.get("ends_at", math.inf)
+        seconds = min(self.seconds(num_bytes), ends_at - time.monotonic())
+        if seconds <= 0:
+            raise DeadlineExceeded("the store answers too slowly")
 
         def call(connection: RespConnection) -> list[Any]:
             replies: list[Any] = connection.pipeline(commands, deadline_seconds=seconds)

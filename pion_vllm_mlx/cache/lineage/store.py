@@ -17,7 +17,7 @@ import logging
 import time
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -87,7 +87,7 @@ class LineageStore:
         self._bypass: str | None = None
         self._front, self._back = connect(self.options), connect(self.options)
         self._writer = Writer(self._back, self.options.budget_bytes, self._counters)
-        self._background = Background(self.options.queue_bytes, self._when_idle)
+        self._background = Background(self.options.queue_bytes, _weakly(self._when_idle))
         self._unsealed: dict[str, None] = {}
         self._anchors: list[TokenIds] = []
         self._swept = False
@@ -131,7 +131,8 @@ class LineageStore:
         try:
             self._renew_key()
             index = Index(self._front, self._key.names)
-            found = index.find(ids, whole=self._shape.wants_cuts)
+            with self._front.within(self.options.deadline_seconds):
+                found = index.find(ids, whole=self._shape.wants_cuts)
         except PionError as error:
             self._unavailable(error)
             return Match(ids, why=f"no store: {error}")
@@ -354,7 +355,7 @@ class LineageStore:
         self._counters.add("written")
         self._unsealed.update(dict.fromkeys(written))
         if self.options.durable:
-            self._back.demand(job.names.route, [("KV.PREFIX.COMMIT",)])
+            self._back.pipeline(job.names.route, [("KV.PREFIX.COMMIT",)])
 
     def _when_idle(self) -> None:
         """Has new files sealed, so that the next process can map them."""
@@ -437,6 +438,18 @@ def _ids(tokens: Tokens) -> tuple[TokenIds | None, str]:
 
 
 _NOT_TEXT = "token ids beyond 32 bits, as images have, are not stored"
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """The method, without keeping its object alive: one that is dropped closes itself."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            found()
+
+    return call
 
 
 def _close(background: Background, *clients: Any) -> None:
