@@ -8,6 +8,8 @@ one of the chain being written.
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -29,6 +31,9 @@ SPARE_SESSIONS = 16
 ANCHOR_SHARE = 3
 """Anchors hold at most this part of the budget."""
 
+FRESH_SECONDS = 5.0
+ROOMY_SHARE = 0.9
+
 _MOST_ROUNDS = 64
 
 
@@ -47,13 +52,39 @@ class Member:
     anchor: bool
 
 
+@dataclass
+class Gauge:
+    """How much was held when it was last counted, and what was stored since by this process.
+
+    Counting reads every segment of every model: it is not done for each store while there is
+    plenty of room. Others may go past the budget by what they store in a few seconds.
+    """
+
+    counted_at: float = -math.inf
+    held_bytes: int = 0
+    free_sessions: int = 0
+
+    def plenty(self, num_bytes: int, budget_bytes: int) -> bool:
+        """Whether ``num_bytes`` surely fit; then they count as stored."""
+        fresh = time.monotonic() - self.counted_at < FRESH_SECONDS
+        fits = not budget_bytes or self.held_bytes + num_bytes <= ROOMY_SHARE * budget_bytes
+        if not fresh or not fits or self.free_sessions < 2 * SPARE_SESSIONS:
+            return False
+        self.held_bytes += num_bytes
+        self.free_sessions -= 2
+        return True
+
+
 class Budget:
     """Makes room. For the thread that writes."""
 
-    def __init__(self, client: LineageClient, names: Names, budget_bytes: int) -> None:
+    def __init__(
+        self, client: LineageClient, names: Names, budget_bytes: int, gauge: Gauge | None = None
+    ) -> None:
         self._client = client
         self._names = names
         self._budget = budget_bytes
+        self._gauge = gauge or Gauge()
         self.evicted = 0
 
     def held(self) -> int:
@@ -64,14 +95,19 @@ class Budget:
         """Evicts until ``num_bytes`` more fit. Raises OverBudget, StoreUnavailable."""
         if self._budget and num_bytes > self._budget:
             raise OverBudget(f"{num_bytes} bytes are more than the budget of {self._budget}")
+        if self._gauge.plenty(num_bytes, self._budget):
+            return
         for _ in range(_MOST_ROUNDS):
-            members = self._members()
-            over = sum(one.size for one in members) + num_bytes - self._budget
-            if not self._budget:
-                over = 0
-            if over <= 0 and not self._sessions_short():
+            members, held = self._members(), 0
+            if self._budget:
+                held = sum(one.size for one in members)
+            over, free = held + num_bytes - self._budget, self._free_sessions()
+            if (over <= 0 or not self._budget) and free >= 2 + SPARE_SESSIONS:
+                self._gauge.counted_at = time.monotonic()
+                self._gauge.held_bytes = held + num_bytes
+                self._gauge.free_sessions = free - 2
                 return
-            if not self._evict_some(members, max(over, 1), chain):
+            if not self._evict_some(members, max(over, 1) if self._budget else 1, chain):
                 raise OverBudget("nothing is left that may be evicted")
         raise OverBudget("others store faster than room is made")
 
@@ -105,12 +141,12 @@ class Budget:
             found.append(Member(mid, as_int(number), size, used, name in pinned))
         return sorted(found, key=lambda one: (one.used, -one.number))
 
-    def _sessions_short(self) -> bool:
+    def _free_sessions(self) -> int:
+        """How many more sessions the server takes; a segment is two."""
         (reply,) = self._client.demand(self._names.route, [("KV.PREFIX.INFO",)])
         fields = info_fields(reply)
         most = as_int(fields.get("vstore_max_sessions"), 0)
-        held = as_int(fields.get("vstore_sessions"), 0) + 2  # a new segment is two
-        return bool(most) and held + SPARE_SESSIONS > most
+        return most - as_int(fields.get("vstore_sessions"), 0) if most else 1 << 30
 
     def _evict_some(self, members: list[Member], need: int, chain: Collection[int]) -> bool:
         """Evicts least recently used leaves until ``need`` bytes are free; whether any went."""

@@ -34,11 +34,20 @@ class Contended(PionError):
 
 @dataclass
 class TreeLock:
-    """A lock that was taken; ``token`` says by whom, ``renewed`` when that was last said."""
+    """A lock that was taken; ``token`` says by whom, ``renewed`` when that was last said.
+
+    ``last``: what is published next is the last of its writer, and gives the lock back.
+    """
 
     key: str
     token: str
     renewed: float
+    last: bool = False
+    released: bool = False
+
+    def closing(self) -> list[tuple[str, str]]:
+        """The commands that give the lock back with the last thing that is published."""
+        return [("DEL", self.key)] if self.last else []
 
     def held(self, value: Any) -> bool:
         """Whether the value of the key says that it is still ours."""
@@ -72,6 +81,8 @@ def renew(client: LineageClient, names: Names, lock: TreeLock) -> None:
 
 def release(client: LineageClient, names: Names, lock: TreeLock) -> None:
     """Gives the lock back, if it is still ours."""
+    if lock.released:
+        return
 
     def decide(values: Sequence[Any]) -> Commands | None:
         return [("DEL", lock.key)] if lock.held(values[0]) else None

@@ -102,7 +102,7 @@ class Publisher:
                 kid = Kid(segment.number, segment.base, int(change.tokens[segment.base]))
                 kids = kids_text([*upper.kids, kid])
                 commands.append(("HSET", parent, "kids", kids))
-            return [*commands, *self._touches(chain)]
+            return [*commands, *self._touches(chain), *lock.closing()]
 
         reads = [
             ("GET", lock.key),
@@ -113,6 +113,7 @@ class Publisher:
         done = self._client.transaction(names.route, [lock.key, parent, own], reads, decide)
         if done is None:
             raise Superseded("the lineage changed while it was being extended")
+        lock.released = lock.last
 
     def amend(self, segment: Segment, added_bytes: int, lock: TreeLock) -> None:
         """Publishes new checkpoints and windows of a segment that stays as long as it is.
@@ -135,11 +136,13 @@ class Publisher:
                 ("HSET", own, *_flat(fields.items())),
                 ("HSET", SIZES_KEY, member, as_int(as_text(size), 0) + added_bytes),
                 *self._anchored(segment),
+                *lock.closing(),
             ]
 
         reads = [("GET", lock.key), ("EXISTS", own), ("HGET", SIZES_KEY, member)]
         if self._client.transaction(names.route, [lock.key, own], reads, decide) is None:
             raise Superseded("a segment went while it was being added to")
+        lock.released = lock.last
 
     def touch(self, chain: Sequence[int]) -> None:
         """Marks a chain as just used: all of it with one time."""

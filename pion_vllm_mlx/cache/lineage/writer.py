@@ -23,7 +23,7 @@ from pion_vllm_mlx.cache.lanes_codec import layout_of
 from pion_vllm_mlx.cache.layers import leaves_json
 from pion_vllm_mlx.cache.leaf import LeafSpec
 from pion_vllm_mlx.cache.lineage.blocks import root_field
-from pion_vllm_mlx.cache.lineage.budget import Budget
+from pion_vllm_mlx.cache.lineage.budget import Budget, Gauge
 from pion_vllm_mlx.cache.lineage.capture import Captured, HeldRows
 from pion_vllm_mlx.cache.lineage.client import LineageClient
 from pion_vllm_mlx.cache.lineage.counters import Counters
@@ -66,7 +66,7 @@ class Writer:
 
     def __init__(self, client: LineageClient, budget_bytes: int, counters: Counters) -> None:
         self._client = client
-        self._budget_bytes = budget_bytes
+        self._budget_bytes, self._gauge = budget_bytes, Gauge()
         self._counters = counters
         self.patience = PATIENCE_SECONDS
 
@@ -149,7 +149,7 @@ class Writer:
     # -- writing ------------------------------------------------------------------
 
     def _fill(self, job: Job, found: Found, targets: list[Target], lock: TreeLock) -> None:
-        budget = Budget(self._client, job.names, self._budget_bytes)
+        budget = Budget(self._client, job.names, self._budget_bytes, self._gauge)
         publisher = Publisher(self._client, job.names)
         wanted = job.captured.num_bytes + TOKEN_BYTES * job.tokens.size
         try:
@@ -157,6 +157,7 @@ class Writer:
         finally:
             self._counters.add("evicted", budget.evicted)
         for target in targets:
+            lock.last = target is targets[-1]
             if target.is_new:
                 self._open(job, target, publisher)
             try:
