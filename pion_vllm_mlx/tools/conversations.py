@@ -22,7 +22,6 @@ from pion_vllm_mlx.serve.pion_flags import PionFlags
 from pion_vllm_mlx.tools import conversation_file
 from pion_vllm_mlx.tools.lineage_access import Listed, Shelf, add_store, lineages, may_be_of
 from pion_vllm_mlx.tools.prompt_file import SUFFIX
-from pion_vllm_mlx.tools.served_model import ServedModel, add_key, with_served_model
 from pion_vllm_mlx.tools.store_access import duration_text, size_text
 
 ACTIONS = ("list", "pin", "unpin", "export", "import", "branch", "delete")
@@ -75,7 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     bring = action("import", _import, "store the conversation of a file that export has written")
     bring.add_argument("file", type=Path, metavar="FILE")
     bring.add_argument("--model", help="refuse a file that is of another model than this one")
-    add_key(bring)
+    bring.add_argument("--api-key", metavar="KEY", help="with --model: the key that serve has")
     branch = action("branch", _branch, "give the first tokens of a conversation an id of their own")
     branch.add_argument("id", metavar="ID")
     branch.add_argument("--at", type=int, metavar="TOKENS", help="how many (default: all)")
@@ -225,6 +224,9 @@ def _import(options: argparse.Namespace) -> int:
 
 def _require_key(options: argparse.Namespace) -> None:
     """Raises ConfigError for a file that this model will never hit."""
+    # needs what serve does; nothing else here does
+    from pion_vllm_mlx.tools.served_model import ServedModel, with_served_model
+
     record, _ = conversation_file.read_key(options.file)
     form = record.identity["format"]
     flags = PionFlags(vquant=None if form == NATIVE else form)

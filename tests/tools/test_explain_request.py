@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("mlx_lm")
+pytest.importorskip("starlette")
 
 from pion_vllm_mlx.serve import options
 from pion_vllm_mlx.tools.explain_advice import causes
