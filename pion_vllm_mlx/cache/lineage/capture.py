@@ -1,17 +1,17 @@
 """Taking what is new out of live caches, fast, so that another thread can have its bytes.
 
 ``capture`` runs on MLX's thread and waits for nothing that is not computed yet. On a GPU the
-new rows are copied by MLX, scheduled behind what is being computed. On a CPU, whose few
-places for tasks are full while it computes, little is copied at once by the caller, and of
-much the buffer itself is handed over: MLX does not write into an array that somebody else
-holds, but copies it once. ``Held…`` objects give their bytes on any thread, by the buffer
-protocol alone, without a stream.
+new rows are copied by MLX, scheduled behind what is being computed, those of like leaves in
+one go: what counts here is the number of calls. On a CPU, where a long copy would hold up
+the caller, of much the buffers themselves are handed over: MLX does not write into an array
+that somebody else holds, but copies it once. ``Held…`` objects give their bytes on any
+thread, by the buffer protocol alone, without a stream.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +23,7 @@ from pion_vllm_mlx.cache.lanes_codec import FLOAT_DTYPES, layout_of
 from pion_vllm_mlx.cache.layers import StoredCache, dismantle
 from pion_vllm_mlx.cache.leaf import LeafSpec, Side, dtype_name
 from pion_vllm_mlx.cache.lineage.coverage import Window
-from pion_vllm_mlx.cache.lineage.shape import Shape, Slot, array_specs, flat, window_of
+from pion_vllm_mlx.cache.lineage.shape import Shape, Slot, array_specs, window_leaves, window_of
 from pion_vllm_mlx.cache.slots_state import StatePart, encode_parts, state_dtype
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import get_format
@@ -39,21 +39,24 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class HeldRows:
-    """Rows ``[start, end)`` of one side of a leaf; ``raw`` is ``[1, H, n, bytes]``.
+    """Rows ``[start, end)`` of one side of a leaf: heads ``first_head …`` of ``raw``.
 
-    ``dtype`` is the cache's own.
+    ``raw`` is ``[1, H, n, bytes]``, of several leaves maybe; ``dtype`` is the cache's own.
     """
 
     layer: int
     side: Side
     start: int
     end: int
-    raw: mx.array | Bytes
+    raw: mx.array
+    first_head: int
+    heads: int
     dtype: str
 
     def encoded(self, start: int, end: int, leaf: LeafSpec) -> Bytes:
         """The bytes of rows ``[start, end)`` in the leaf's format and layout."""
-        table = _table(self.raw)[0, :, start - self.start : end - self.start]
+        heads = slice(self.first_head, self.first_head + self.heads)
+        table = _table(self.raw)[0, heads, start - self.start : end - self.start]
         name = leaf.format_of(self.side)
         if name.startswith("raw:") or _NATIVE.get(name) == self.dtype:
             return np.ascontiguousarray(table).reshape(-1)
@@ -91,9 +94,7 @@ class Captured:
 
     @property
     def num_bytes(self) -> int:
-        rows = sum(
-            (held.end - held.start) * held.raw.shape[1] * held.raw.shape[3] for held in self.rows
-        )
+        rows = sum((held.end - held.start) * held.heads * held.raw.shape[3] for held in self.rows)
         arrays = (one for state in self.states.values() for one in state if one is not None)
         return rows + sum(array.raw.nbytes for array in arrays)
 
@@ -127,33 +128,28 @@ def capture(
     stored = dismantle(caches)
     shape.check(stored.slots, length)
     leaves = storage_leaves(stored.leaves, vquant, 0)
-    dtypes = {
-        (spec.layer, spec.side): spec.dtype
-        for slot in flat(stored.slots)
-        for spec in array_specs(slot)
-    }
-    rows = [
-        HeldRows(layer, side, start, start + array.shape[2], array, dtypes[layer, side])
-        for layer, side, start, array in _new_rows(caches, stored, since)
-    ]
     states = {
         slot: [None if array is None else _held_state(array) for array in arrays]
         for slot, arrays in stored.states.items()
     }
-    return _scheduled(stored.slots, leaves, rows, states)
+    rows = list(_new_rows(caches, stored, since))
+    return Captured(stored.slots, leaves, _scheduled(rows, states), states)
 
 
 _Row = tuple[int, Side, int, mx.array]
+_Whole = tuple[mx.array, list[_Row]]
 
 
 def _new_rows(caches: Sequence[Any], stored: StoredCache, since: Since) -> Iterator[_Row]:
     """The new rows, as slices of the caches."""
-    windows = dict(_windows(caches, stored.slots))
+    windows = window_leaves(stored.slots)
     for run in stored.rows:
         if run.layer not in windows:
             first = max(since.rows - run.start, 0)
             if first < run.count:
                 yield run.layer, run.side, run.start + first, run.array[:, :, first:, :]
+    if not windows:
+        return
     for slot, cache in _slots_with_caches(caches, stored.slots):
         window = window_of(slot)
         if window is None or "arrays" not in slot:
@@ -161,13 +157,6 @@ def _new_rows(caches: Sequence[Any], stored: StoredCache, since: Since) -> Itera
         for spec in array_specs(slot):
             buffer = cache.keys if spec.side == "k" else cache.values
             yield from _window_rows(spec.layer, spec.side, buffer, cache, window, since)
-
-
-def _windows(caches: Sequence[Any], slots: Sequence[Slot]) -> Iterator[tuple[int, Window]]:
-    for slot, _ in _slots_with_caches(caches, slots):
-        window = window_of(slot)
-        if window is not None:
-            yield from ((spec.layer, window) for spec in array_specs(slot))
 
 
 def _slots_with_caches(caches: Sequence[Any], slots: Sequence[Slot]) -> Iterator[tuple[Slot, Any]]:
@@ -220,22 +209,23 @@ def _held_state(array: mx.array) -> HeldState:
     return HeldState(state_dtype(array.dtype), tuple(array.shape), raw)
 
 
-def _scheduled(
-    slots: list[Slot],
-    leaves: list[LeafSpec],
-    rows: list[HeldRows],
-    states: dict[int, list[HeldState | None]],
-) -> Captured:
-    """Makes arrays of bytes of the slices and schedules what has to be computed for them."""
-    on_gpu = computes_on_gpu()
-    raws = [_as_bytes(held.raw, on_gpu) for held in rows]
+def _scheduled(rows: list[_Row], states: dict[int, list[HeldState | None]]) -> list[HeldRows]:
+    """The rows as arrays of bytes, and all that has to be computed for them scheduled."""
+    copied = computes_on_gpu() or sum(array.nbytes for *_, array in rows) <= SMALL_BYTES
+    wholes = _copied_together(rows) if copied else [(row[3], [row]) for row in rows]
+    held, raws = [], []
+    for whole, members in wholes:
+        raw = whole if whole.dtype == mx.uint8 else whole.view(mx.uint8)
+        raws.append(raw)
+        first = 0
+        for layer, side, start, array in members:
+            _, heads, count, _ = array.shape
+            where = (layer, side, start, start + count)
+            held.append(HeldRows(*where, raw, first, heads, dtype_name(array.dtype)))
+            first += heads
     arrays = [one.raw for state in states.values() for one in state if one is not None]
-    mx.async_eval(raws + arrays)  # type: ignore[no-untyped-call]
-    ready: list[mx.array | Bytes] = list(raws)
-    if not on_gpu and sum(raw.nbytes for raw in raws) <= SMALL_BYTES:
-        ready = [np.array(_table(raw)) for raw in raws]
-    held_rows = [replace(held, raw=raw) for held, raw in zip(rows, ready, strict=True)]
-    return Captured(slots, leaves, held_rows, states)
+    mx.async_eval([*raws, *arrays])  # type: ignore[no-untyped-call]
+    return held
 
 
 def computes_on_gpu() -> bool:
@@ -243,12 +233,19 @@ def computes_on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
-def _as_bytes(array: Any, copied: bool) -> mx.array:
-    rows = mx.contiguous(array) if copied else array
-    return rows if rows.dtype == mx.uint8 else rows.view(mx.uint8)
+def _copied_together(rows: Sequence[_Row]) -> list[_Whole]:
+    """New arrays, one for all leaves that have as many rows of the same width."""
+    groups: dict[tuple[int, int, mx.Dtype], list[_Row]] = {}
+    for row in rows:
+        _, _, count, width = row[3].shape
+        groups.setdefault((count, width, row[3].dtype), []).append(row)
+    return [
+        (mx.concatenate([mx.contiguous(group[0][3]), *(row[3] for row in group[1:])], 1), group)
+        for group in groups.values()
+    ]
 
 
-def _table(raw: mx.array | Bytes) -> Bytes:
+def _table(raw: mx.array) -> Bytes:
     """The bytes of an array, shared with it; waits until it is computed."""
     return np.asarray(memoryview(raw))  # type: ignore[arg-type]  # mlx's stubs omit the buffer protocol
 
