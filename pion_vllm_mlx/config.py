@@ -18,7 +18,7 @@ PION_PROMPT_CACHE_NO_EXPORT=1    no export lane and no mapped lane
 PION_DISABLE_FUSED_ATTEND=1      two-step merge on the client
 PION_NO_EXPLICIT_EVAL=1          skip the explicit evaluation barrier
 PION_DEBUG_SPARSE_AUTO=1         print failing sparse calls
-PION_LINEAGE=0                   no lineage index
+PION_LINEAGE=0                   exact prefixes only: no checkpoints for recurrent layers
 PION_API_KEY                     key of serve's clients, where --api-key names none
 PION_ENGINE_KEY                  what serve and its engine process share; set by serve
 PION_ENGINE_TENANT               whose prefixes the engine process stores; set by serve

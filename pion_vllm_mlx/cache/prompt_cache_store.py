@@ -17,7 +17,7 @@ from pion_vllm_mlx.cache.completion import (
     TokenIds,
 )
 from pion_vllm_mlx.cache.lanes_codec import encode_rows, layout_of
-from pion_vllm_mlx.cache.layers import StoredCache, leaves_json
+from pion_vllm_mlx.cache.layers import StoredCache
 from pion_vllm_mlx.cache.leaf import LeafRows, LeafSpec
 from pion_vllm_mlx.cache.slots_state import encode_state
 from pion_vllm_mlx.cache.store_client import Registration, StoreClient
@@ -27,7 +27,6 @@ from pion_vllm_mlx.formats import get_format
 RUN_BYTES = 256 << 20
 """A longer run is cut: one bulk string has to stay under the server's limit."""
 
-_LONGEST_PREFILL_MS = 86_400_000
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def write_prefix(client: StoreClient, prefix: Prefix, *, drop_first: bool) -> in
     if leaves and leaves[0].token_major:
         client.create(prefix.namespace, {"k": schema(leaves, "k"), "v": schema(leaves, "v")})
     else:
-        client.register(prefix.namespace, _registration(leaves, prefix.prefill_ms))
+        client.register(prefix.namespace, Registration.of(leaves, prefix.prefill_ms))
     try:
         return _write(client, prefix, leaves)
     except PionError:
@@ -111,21 +110,6 @@ def _pieces(rows: LeafRows, leaf: LeafSpec) -> Iterator[LeafRows]:
     for first in range(0, rows.count, step):
         array = rows.array[:, :, first : first + step, :]
         yield replace(rows, start=rows.start + first, array=array)
-
-
-def _registration(leaves: list[LeafSpec], prefill_ms: float) -> Registration:
-    milliseconds = min(round(prefill_ms), _LONGEST_PREFILL_MS)
-    if not leaves:  # recurrent layers only: the sessions exist, and stay empty
-        return Registration(1, "fp16", 1, None, milliseconds)
-    first = leaves[0]
-    opaque = first.format.startswith("raw:")
-    return Registration(
-        kv_dim=first.k_width or first.v_width or 1,
-        vquant="fp16" if opaque else first.format,
-        heads=first.heads,
-        leaves=leaves_json(leaves),
-        prefill_ms=milliseconds,
-    )
 
 
 def _drop_quietly(client: StoreClient, namespace: str) -> None:

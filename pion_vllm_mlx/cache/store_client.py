@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, Run
 from pion_vllm_mlx.cache.connection import RespConnection
+from pion_vllm_mlx.cache.leaf import LeafSpec, leaves_json
 from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, nobody_listens
 from pion_vllm_mlx.cache.store_client_notes import HitNotes
 from pion_vllm_mlx.cache.store_client_routes import Routes, named_worker
@@ -34,6 +35,7 @@ MAX_NAMESPACE_BYTES = 65_532
 
 T = TypeVar("T")
 
+_LONGEST_PREFILL_MS = 86_400_000
 
 @dataclass(frozen=True)
 class Probe:
@@ -53,6 +55,21 @@ class Registration:
     heads: int
     leaves: str | None
     prefill_ms: int
+
+    @classmethod
+    def of(cls, leaves: Sequence[LeafSpec], prefill_ms: float = 0.0) -> Registration:
+        """Sessions for these leaves; without any, those of recurrent layers, which stay empty."""
+        milliseconds = min(round(prefill_ms), _LONGEST_PREFILL_MS)
+        if not leaves:
+            return cls(1, "fp16", 1, None, milliseconds)
+        first = leaves[0]
+        return cls(
+            kv_dim=first.k_width or first.v_width or 1,
+            vquant="fp16" if first.format.startswith("raw:") else first.format,
+            heads=first.heads,
+            leaves=leaves_json(leaves),
+            prefill_ms=milliseconds,
+        )
 
 
 class _WorkerGone(StoreUnavailable):

@@ -20,9 +20,16 @@ from pion_vllm_mlx.cache.lineage.model_key import NATIVE, ModelKey
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.serve.pion_flags import PionFlags
 from pion_vllm_mlx.tools import conversation_file
-from pion_vllm_mlx.tools.lineage_access import Listed, Shelf, add_store, lineages, may_be_of
+from pion_vllm_mlx.tools.lineage_access import (
+    DEADLINE_SECONDS,
+    DEFAULT_URL,
+    Listed,
+    Shelf,
+    lineages,
+    may_be_of,
+)
 from pion_vllm_mlx.tools.prompt_file import SUFFIX
-from pion_vllm_mlx.tools.store_access import duration_text, size_text
+from pion_vllm_mlx.tools.store_access import add_url, duration_text, size_text
 
 ACTIONS = ("list", "pin", "unpin", "export", "import", "branch", "delete")
 WORD_TOKENS = 24
@@ -55,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     def action(name: str, run: Callable[[argparse.Namespace], int], told: str) -> Any:
         one = actions.add_parser(name, help=told, description=told[:1].upper() + told[1:] + ".")
         one.set_defaults(run=run)
-        add_store(one)
+        add_url(one, DEFAULT_URL, DEADLINE_SECONDS)
         return one
 
     listing = action("list", _list, "list the conversations, the latest used first")

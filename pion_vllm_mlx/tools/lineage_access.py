@@ -25,10 +25,12 @@ from pion_vllm_mlx.cache.lineage.index import (
 )
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.types import LineageOptions
-from pion_vllm_mlx.cache.store_client_endpoint import what_helps
-from pion_vllm_mlx.errors import ConfigError, DamagedData, PionError, StoreUnavailable
+from pion_vllm_mlx.errors import ConfigError, DamagedData
+from pion_vllm_mlx.tools.store_access import advising
 
+#: the store that ``serve`` has where nothing else is named.
 DEFAULT_URL = "embedded:"
+DEADLINE_SECONDS = 10.0
 #: segments read in one round trip.
 _BATCH = 256
 
@@ -56,30 +58,13 @@ class Listed:
         return fields
 
 
-def add_store(parser: argparse.ArgumentParser) -> None:
-    """The options that name the store; the default is the one that ``serve`` has."""
-    parser.add_argument(
-        "--url",
-        default=DEFAULT_URL,
-        help="embedded: (the store of serve, the default), embedded:///path, tcp://host:port, "
-        "unix:///path",
-    )
-    parser.add_argument(
-        "--deadline", type=float, default=10.0, metavar="SECONDS", help="how long a reply may take"
-    )
-
-
 @contextmanager
 def lineages(options: argparse.Namespace) -> Iterator[LineageClient]:
     """A client of the store that the options name. Raises StoreUnavailable with advice."""
     client = connect(LineageOptions(url=options.url, deadline_seconds=options.deadline))
     try:
-        yield client
-    except PionError as error:
-        advice = what_helps(error)
-        if not advice:
-            raise
-        raise StoreUnavailable(f"{error}; {advice}") from error
+        with advising():
+            yield client
     finally:
         client.close()
 

@@ -27,16 +27,34 @@ class Access:
     url: str
 
 
-def add_url(parser: argparse.ArgumentParser) -> None:
+def add_url(
+    parser: argparse.ArgumentParser, default: str = DEFAULT_URL, deadline_seconds: float = 5.0
+) -> None:
     """The options that name the store."""
     parser.add_argument(
         "--url",
-        default=DEFAULT_URL,
-        help=f"tcp://host:port, unix:///path, embedded:///path, embedded: (default {DEFAULT_URL})",
+        default=default,
+        help=f"tcp://host:port, unix:///path, embedded:///path, embedded: (default {default})",
     )
     parser.add_argument(
-        "--deadline", type=float, default=5.0, metavar="SECONDS", help="how long a reply may take"
+        "--deadline",
+        type=float,
+        default=deadline_seconds,
+        metavar="SECONDS",
+        help="how long a reply may take",
     )
+
+
+@contextmanager
+def advising() -> Iterator[None]:
+    """A store that is not to be had is a StoreUnavailable that says what can be done."""
+    try:
+        yield
+    except PionError as error:
+        advice = what_helps(error)
+        if not advice:
+            raise
+        raise StoreUnavailable(f"{error}; {advice}") from error
 
 
 @contextmanager
@@ -53,12 +71,8 @@ def store(options: argparse.Namespace, *, start: bool) -> Iterator[Access]:
     endpoint = Endpoint(place, password, options.deadline)
     client = StoreClient(endpoint, options.deadline)
     try:
-        yield Access(client, endpoint, options.url)
-    except PionError as error:
-        advice = what_helps(error)
-        if not advice:
-            raise
-        raise StoreUnavailable(f"{error}; {advice}") from error
+        with advising():
+            yield Access(client, endpoint, options.url)
     finally:
         client.close()
 

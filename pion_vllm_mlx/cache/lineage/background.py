@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -118,3 +119,15 @@ class Background:
         except Exception as error:  # noqa: BLE001  (the thread outlives whatever one task does)
             log.exception("storing a prefix failed")
             task.failed(error)
+
+
+def weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """The method, without keeping its object alive: one that is dropped closes itself."""
+    reference = weakref.WeakMethod(method)
+
+    def call() -> None:
+        found = reference()
+        if found is not None:
+            found()
+
+    return call

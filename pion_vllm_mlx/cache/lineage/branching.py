@@ -28,7 +28,8 @@ from pion_vllm_mlx.cache.lineage.locks import held
 from pion_vllm_mlx.cache.lineage.publish import Change, Publisher
 from pion_vllm_mlx.cache.lineage.records import Claim, checkpoint_sid, link, proved
 from pion_vllm_mlx.cache.lineage.types import Checkpoint
-from pion_vllm_mlx.cache.lineage.writer import RECORD_BYTES, TOKEN_BYTES, registration
+from pion_vllm_mlx.cache.lineage.writer import RECORD_BYTES, TOKEN_BYTES
+from pion_vllm_mlx.cache.store_client import Registration
 from pion_vllm_mlx.errors import DamagedData, PionError
 
 Identity = dict[str, Any]
@@ -94,7 +95,7 @@ class Branching:
         namespace = self._names.namespace(new.number)
         self._client.drop(namespace)
         leaves = [_leaf(layer, value) for layer, value in enumerate(record.leaves)]
-        self._client.register(namespace, registration(leaves))
+        self._client.register(namespace, Registration.of(leaves))
         rows = list(self._rows(owner, record, new.base))
         sent = self._client.store_rows(namespace, rows)
         windows = {w: clipped(r, new.base, new.end) for w, r in owner.windows.items()}

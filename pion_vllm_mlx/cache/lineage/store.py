@@ -16,17 +16,17 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import policy
-from pion_vllm_mlx.cache.lineage.background import Background, Task
+from pion_vllm_mlx.cache.lineage.background import Background, Task, weakly
 from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
 from pion_vllm_mlx.cache.lineage.branching import Branching
+from pion_vllm_mlx.cache.lineage.budget import OverBudget
 from pion_vllm_mlx.cache.lineage.capture import capture
 from pion_vllm_mlx.cache.lineage.client import connect
 from pion_vllm_mlx.cache.lineage.conversations import Conversations
@@ -34,13 +34,15 @@ from pion_vllm_mlx.cache.lineage.counters import Counters
 from pion_vllm_mlx.cache.lineage.explain import explain
 from pion_vllm_mlx.cache.lineage.index import Index
 from pion_vllm_mlx.cache.lineage.journal import Journal
+from pion_vllm_mlx.cache.lineage.locks import Contended
 from pion_vllm_mlx.cache.lineage.matching import Rules, match_of
 from pion_vllm_mlx.cache.lineage.model_key import ModelKey
-from pion_vllm_mlx.cache.lineage.plan import Job
+from pion_vllm_mlx.cache.lineage.plan import Job, Lost
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.reader import DamagedPiece, Reader
 from pion_vllm_mlx.cache.lineage.recent import Recent
 from pion_vllm_mlx.cache.lineage.shape import Shape
+from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, Tokens, token_ids
 from pion_vllm_mlx.cache.lineage.types import (
     Conversation,
     Cut,
@@ -59,12 +61,13 @@ __all__ = ["LineageStore", "anchor_length"]
 
 log = logging.getLogger("pion_vllm_mlx")
 
-Tokens = Sequence[int] | Any
-
 anchor_length = policy.anchor_length
 
 _MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 """What records and files that only another program can have written may end in."""
+
+_FAILURES = {OverBudget: "over_budget", Contended: "contended", Lost: "lost"}
+"""The counters of stores that failed for a reason of their own."""
 
 
 class LineageStore:
@@ -87,7 +90,7 @@ class LineageStore:
         self._bypass: str | None = None
         self._front, self._back = connect(self.options), connect(self.options)
         self._writer = Writer(self._back, self.options.budget_bytes, self._counters)
-        self._background = Background(self.options.queue_bytes, _weakly(self._when_idle))
+        self._background = Background(self.options.queue_bytes, weakly(self._when_idle))
         self._unsealed: dict[str, None] = {}
         self._anchors: list[TokenIds] = []
         self._swept = False
@@ -123,9 +126,9 @@ class LineageStore:
         ``length`` is at most ``len(tokens) - 1``, and 0 for less than ``min_gain``.
         Token ids outside of 0 … 2**32-1 (images) make an empty match that says so.
         """
-        ids, why = _ids(tokens)
+        ids, why = token_ids(tokens)
         if ids is None or self._bypass is not None:
-            return Match(_NO_TOKENS, why=why or self._bypass or "")
+            return Match(NO_TOKENS, why=why or self._bypass or "")
         self._counters.add("matches")
         self._counters.add("tokens_asked", ids.size)
         try:
@@ -195,7 +198,7 @@ class LineageStore:
         and counted, where it was not taken: nothing new, the queue is full, a cache that does
         not fit. Never raises for a reason of the store.
         """
-        ids, why = _ids(tokens)
+        ids, why = token_ids(tokens)
         if ids is None or self._bypass is not None or ids.size < self._least:
             self._counters.add("not_kept", why=why or self._bypass or "the prompt is too short")
             return False
@@ -260,7 +263,7 @@ class LineageStore:
 
     def explain(self, tokens: Tokens) -> Explanation:
         """Why ``tokens`` are not a longer hit: nearest prefix, first difference, key field."""
-        ids, why = _ids(tokens)
+        ids, why = token_ids(tokens)
         if ids is None or self._bypass is not None:
             return Explanation(0, 0, 0, sentence=why or self._bypass or "")
         try:
@@ -365,8 +368,7 @@ class LineageStore:
 
     def _failed(self, job: Job, error: BaseException) -> None:
         self._recent.forget(job.tokens)
-        names = {"OverBudget": "over_budget", "Contended": "contended", "Lost": "lost"}
-        name = names.get(type(error).__name__, "failed")
+        name = next((name for kind, name in _FAILURES.items() if isinstance(error, kind)), "failed")
         self._counters.add(name, why=str(error))
         if isinstance(error, StoreUnavailable):
             self._unavailable(error)
@@ -415,41 +417,6 @@ class LineageStore:
                 log.warning("stored rows dropped: %s", error)
 
         self._in_background(run)
-
-
-_NO_TOKENS: TokenIds = np.zeros(0, "<u4")
-
-
-def _ids(tokens: Tokens) -> tuple[TokenIds | None, str]:
-    """Token ids as uint32, or why they are none."""
-    try:
-        if isinstance(tokens, list | tuple):
-            return np.frombuffer(array("I", tokens), "<u4"), ""
-        found = np.asarray(tokens)
-        if found.ndim != 1 or found.dtype.kind not in "iu":
-            return None, "the prompt is no flat list of token ids"
-        if found.size and not 0 <= int(found.min()) <= int(found.max()) <= 0xFFFFFFFF:
-            return None, _NOT_TEXT
-        return found.astype("<u4"), ""
-    except OverflowError:
-        return None, _NOT_TEXT
-    except TypeError:
-        return None, "the prompt is no flat list of token ids"
-
-
-_NOT_TEXT = "token ids beyond 32 bits, as images have, are not stored"
-
-
-def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """The method, without keeping its object alive: one that is dropped closes itself."""
-    reference = weakref.WeakMethod(method)
-
-    def call() -> None:
-        found = reference()
-        if found is not None:
-            found()
-
-    return call
 
 
 def _close(background: Background, *clients: Any) -> None:

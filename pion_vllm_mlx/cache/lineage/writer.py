@@ -20,7 +20,6 @@ from pion_vllm_mlx.cache.completion import (
     StateSum,
 )
 from pion_vllm_mlx.cache.lanes_codec import layout_of
-from pion_vllm_mlx.cache.layers import leaves_json
 from pion_vllm_mlx.cache.leaf import LeafSpec
 from pion_vllm_mlx.cache.lineage.blocks import root_field
 from pion_vllm_mlx.cache.lineage.budget import Budget, Gauge
@@ -49,7 +48,7 @@ from pion_vllm_mlx.cache.store_client import Registration
 from pion_vllm_mlx.errors import DamagedData, NewerFormat, PionError
 from pion_vllm_mlx.formats import get_format
 
-__all__ = ["RECORD_BYTES", "TOKEN_BYTES", "Job", "Lost", "Writer", "registration"]
+__all__ = ["RECORD_BYTES", "TOKEN_BYTES", "Job", "Lost", "Writer"]
 
 RUN_BYTES = 256 << 20
 """A longer run is cut: one bulk string has to stay under the server's limit."""
@@ -173,7 +172,7 @@ class Writer:
         target.segment = replace(target.segment, number=number)
         namespace = job.names.namespace(number)
         self._client.drop(namespace)  # numbers begin anew where the keys were flushed
-        self._client.register(namespace, registration(job.captured.leaves))
+        self._client.register(namespace, Registration.of(job.captured.leaves))
 
     def _store(self, job: Job, target: Target, publisher: Publisher, lock: TreeLock) -> None:
         """Rows, states, records, then the index."""
@@ -326,18 +325,3 @@ def _layout(captured: Captured) -> str:
     first = captured.leaves[0]
     width = (first.k_width or first.v_width) // max(first.heads, 1)
     return f"{len(captured.leaves)},{first.heads},{width},{first.format},native"
-
-
-def registration(leaves: Sequence[LeafSpec]) -> Registration:
-    """How the sessions of a segment are made."""
-    if not leaves:  # recurrent layers only: the sessions exist, and stay empty
-        return Registration(1, "fp16", 1, None, 0)
-    first = leaves[0]
-    opaque = first.format.startswith("raw:")
-    return Registration(
-        kv_dim=first.k_width or first.v_width or 1,
-        vquant="fp16" if opaque else first.format,
-        heads=first.heads,
-        leaves=leaves_json(leaves),
-        prefill_ms=0,
-    )
