@@ -140,15 +140,15 @@ def child(words: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rounds(options: argparse.Namespace, job: dict[str, Any], kind: str) -> dict[str, Any]:
-    """One end of the clock: both sides in turn, all prefixes in every process."""
+    """One end of the clock: both sides in turn, every prefix in processes of its own."""
     times: dict[tuple[str, int], list[float]] = {}
     tokens_seen: dict[int, set[int]] = {n: set() for n in options.tokens}
     for _ in range(options.pairs):
         wait_until_quiet(options.patience)
-        for side in ("mlx-lm", "pion"):
-            for n, result in zip(
-                options.tokens, child({**job, "side": side, "kind": kind}), strict=True
-            ):
+        for n in options.tokens:
+            for side in ("mlx-lm", "pion"):
+                # one restore a process: a second one finds memory that the first has freed
+                (result,) = child({**job, "tokens": [n], "side": side, "kind": kind})
                 times.setdefault((side, n), []).append(result["seconds"])
                 tokens_seen[n].add(result["token"])
     found = {}
