@@ -18,6 +18,7 @@ PION_PROMPT_CACHE_NO_EXPORT=1    no export lane and no mapped lane
 PION_DISABLE_FUSED_ATTEND=1      two-step merge on the client
 PION_NO_EXPLICIT_EVAL=1          skip the explicit evaluation barrier
 PION_DEBUG_SPARSE_AUTO=1         print failing sparse calls
+PION_KERNEL                      attention kernels to use: reference, cpu, mlx, metal or cuda
 PION_LINEAGE=0                   exact prefixes only: no checkpoints for recurrent layers
 PION_API_KEY                     key of serve's clients, where --api-key names none
 PION_ENGINE_KEY                  what serve and its engine process share; set by serve
@@ -181,6 +182,11 @@ def child_environment(prepend: Mapping[str, str]) -> dict[str, str]:
         known = env.get(name)
         env[name] = f"{entry}{os.pathsep}{known}" if known else entry
     return env
+
+
+def forced_kernel() -> str | None:
+    """The name of the attention kernels to use whatever the table of choices says."""
+    return os.environ.get("PION_KERNEL") or None
 
 
 def serve_api_key() -> str | None:

@@ -15,14 +15,32 @@ and indices that do not fit, before anything is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.kernels import host, transfer
+from pion_vllm_mlx.kernels.checks import (
+    check_query,
+    check_suffix,
+    checked_head_map,
+    checked_indices,
+    first_token,
+)
+from pion_vllm_mlx.kernels.choice import Request, choose
 from pion_vllm_mlx.kernels.problem import (
     Affine,
     Array,
     Attended,
+    BlocksJob,
     BlockStatistics,
+    DenseJob,
+    Kernels,
     Prefix,
     Selection,
+    SparseJob,
     Suffix,
 )
 
@@ -50,7 +68,11 @@ def dense_prefix(keys: Array, values: Array, dtype: str | None = None) -> Prefix
     The arrays are kept, not copied, where nothing is to convert: the caller must not write to
     them again.  Raises CommandError for other shapes and types.
     """
-    raise NotImplementedError
+    prefix = Prefix(keys, values, int(keys.shape[1]) if len(keys.shape) == 3 else 0)
+    if dtype is None:
+        return prefix
+    to = transfer.converter(keys, dtype)
+    return Prefix(to(keys), to(values), prefix.num_tokens)
 
 
 def attend(q: Array, prefix: Prefix, head_map: Array | None = None, window: int = 0) -> Attended:
@@ -58,20 +80,33 @@ def attend(q: Array, prefix: Prefix, head_map: Array | None = None, window: int 
 
     ``out`` has the shape of ``q``, ``lse`` that less its last axis.
     """
-    raise NotImplementedError
+    return attend_fused(q, prefix, None, head_map, window)
 
 
 def attend_fused(
-    q: Array, prefix: Prefix, suffix: Suffix, head_map: Array | None = None, window: int = 0
+    q: Array, prefix: Prefix, suffix: Suffix | None, head_map: Array | None = None, window: int = 0
 ) -> Attended:
     """One softmax over prefix and suffix.
 
-    Query m sees the suffix positions ``t <= max(0, S - M) + m``.  With S = 0 this is ``attend``.
+    Query m sees the suffix positions ``t <= max(0, S - M) + m``.  With S = 0, or without a suffix,
+    this is ``attend``.
     """
-    raise NotImplementedError
+    check_query(q, prefix, batched=True)
+    suffix = _checked_suffix(suffix, prefix)
+    asked = _asked(q, prefix, head_map, window)
+    kernels = _kernels("attend" if suffix is None else "fused", asked)
+    rows = q if len(q.shape) == 3 else q[:, None, :]
+    job = DenseJob(
+        transfer.array_for(kernels, rows),
+        transfer.prefix_for(kernels, prefix),
+        asked.head_map,
+        asked.start,
+        transfer.suffix_for(kernels, suffix),
+    )
+    return _returned(q, kernels.attend(job))
 
 
-def attend_sparse(  # noqa: PLR0913
+def attend_sparse(
     q: Array,
     prefix: Prefix,
     indices: Array,
@@ -81,12 +116,23 @@ def attend_sparse(  # noqa: PLR0913
 ) -> Attended:
     """Attention of head h to the tokens ``indices[h, :counts[h]]`` of the prefix.
 
-    ``q`` ``[H_q, D]``, ``indices`` i32 ``[H_q, K]``, ``counts`` u32 ``[H_q]``, each at most K.  Their
-    order does not matter; a token named twice counts twice.  Tokens before the window are ignored;
+    ``q`` ``[H_q, D]``, ``indices`` i32 ``[H_q, K]``, ``counts`` u32 ``[H_q]``, each at most K.
+    Order does not matter; a token named twice counts twice.  Tokens before the window are ignored;
     a head with none left gets zeros and an lse of -inf.  Raises CommandError for a counted index
     outside the prefix.
     """
-    raise NotImplementedError
+    check_query(q, prefix, batched=False)
+    asked = _asked(q, prefix, head_map, window)
+    tokens, many = checked_indices(indices, counts, q.shape[0], prefix, asked.start)
+    kernels = _kernels("sparse", asked)
+    job = SparseJob(
+        transfer.array_for(kernels, q),
+        transfer.prefix_for(kernels, prefix),
+        asked.head_map,
+        tokens,
+        many,
+    )
+    return _returned(q, kernels.attend_sparse(job))
 
 
 def select_blocks(
@@ -102,7 +148,13 @@ def select_blocks(
     ``block_tokens * top`` tokens; else the ``top`` best by the mean score over all query heads.
     The tail behind the last full block is seen always and has no id.
     """
-    raise NotImplementedError
+    check_query(q, prefix, batched=False)
+    asked = _asked(q, prefix, head_map, window)
+    kernels = _kernels("select", asked)
+    if _sees_all(asked, selection):
+        every = np.arange(asked.num_seen // selection.block_tokens, dtype=np.int32)
+        return transfer.like(q, every)
+    return transfer.like(q, _selected(kernels, asked, selection))
 
 
 def attend_sparse_auto(
@@ -113,19 +165,34 @@ def attend_sparse_auto(
     window: int = 0,
 ) -> Attended:
     """Attention of ``q [H_q, D]`` to the selected blocks and the tail."""
-    raise NotImplementedError
+    return attend_sparse_auto_fused(q, prefix, None, selection, head_map, window)
 
 
-def attend_sparse_auto_fused(  # noqa: PLR0913
+def attend_sparse_auto_fused(
     q: Array,
     prefix: Prefix,
-    suffix: Suffix,
+    suffix: Suffix | None,
     selection: Selection,
     head_map: Array | None = None,
     window: int = 0,
 ) -> Attended:
     """One softmax over the selected blocks, the tail and the whole suffix; ``q [H_q, D]``."""
-    raise NotImplementedError
+    check_query(q, prefix, batched=False)
+    asked = _asked(q, prefix, head_map, window)
+    if _sees_all(asked, selection):
+        return attend_fused(q, prefix, suffix, head_map, window)
+    suffix = _checked_suffix(suffix, prefix)
+    kernels = _kernels("blocks", asked)
+    job = BlocksJob(
+        transfer.array_for(kernels, q),
+        transfer.prefix_for(kernels, prefix),
+        asked.head_map,
+        _selected(kernels, asked, selection),
+        selection.block_tokens,
+        asked.start,
+        transfer.suffix_for(kernels, suffix),
+    )
+    return _returned(q, kernels.attend_blocks(job))
 
 
 def merge(parts: Sequence[Attended]) -> Attended:
@@ -134,4 +201,77 @@ def merge(parts: Sequence[Attended]) -> Attended:
     All parts are of one shape and kind; a part with an lse of -inf adds nothing.  Raises
     CommandError for no part or shapes that differ.
     """
-    raise NotImplementedError
+    if not parts:
+        raise CommandError("merge: no part is given")
+    shape = tuple(parts[0].out.shape)
+    for part in parts:
+        if tuple(part.out.shape) != shape or tuple(part.lse.shape) != shape[:-1]:
+            raise CommandError("shape mismatch: the parts of a merge differ")
+    if isinstance(parts[0].out, np.ndarray):
+        return host.merged(parts)
+    from pion_vllm_mlx.kernels import mlx_expression
+
+    return mlx_expression.merged(parts)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A checked query: its map on the host, the first token it sees."""
+
+    q: Array
+    prefix: Prefix
+    head_map: NDArray[np.uint8]
+    start: int
+
+    @property
+    def num_seen(self) -> int:
+        """Tokens of the windowed prefix."""
+        return self.prefix.num_tokens - self.start
+
+
+def _asked(q: Array, prefix: Prefix, head_map: Array | None, window: int) -> _Asked:
+    start = first_token(window, prefix.num_tokens)
+    return _Asked(q, prefix, checked_head_map(head_map, q.shape[0], prefix), start)
+
+
+def _checked_suffix(suffix: Suffix | None, prefix: Prefix) -> Suffix | None:
+    """The suffix, None where it has no token."""
+    if suffix is None:
+        return None
+    check_suffix(suffix, prefix)
+    return suffix if suffix.num_tokens else None
+
+
+def _kernels(operation: str, asked: _Asked) -> Kernels:
+    shape = asked.q.shape
+    num_rows = shape[0] * (shape[1] if len(shape) == 3 else 1)
+    return choose(Request(operation, asked.prefix.is_host, asked.prefix.num_tokens, num_rows))
+
+
+def _sees_all(asked: _Asked, selection: Selection) -> bool:
+    return asked.num_seen <= selection.block_tokens * selection.top
+
+
+def _selected(kernels: Kernels, asked: _Asked, selection: Selection) -> Array:
+    """The best blocks, by statistics that the prefix remembers."""
+    key = (f"{kernels.name} {selection.selector}", selection.block_tokens, asked.start)
+    statistics = asked.prefix.statistics.get(key)
+    if statistics is None:
+        statistics = kernels.block_statistics(
+            transfer.prefix_for(kernels, asked.prefix),
+            selection.block_tokens,
+            asked.start,
+            selection.selector,
+        )
+        asked.prefix.remember(key, statistics)
+    q = transfer.array_for(kernels, asked.q)
+    scores = kernels.block_scores(q, statistics, asked.head_map)
+    return kernels.top_blocks(scores, selection.top)
+
+
+def _returned(q: Array, found: Attended) -> Attended:
+    """The result in the kind and shape of ``q``."""
+    out, lse = found.out, found.lse
+    if len(q.shape) == 2:
+        out, lse = out[:, 0], lse[:, 0]
+    return Attended(transfer.like(q, out), transfer.like(q, lse))

@@ -10,125 +10,45 @@ A kernel never sees a request as the caller gave it: ``api`` checks it first and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.kernels.prefix import (
+    HEAD_DIMS,
+    MAX_HEADS,
+    MAX_KV_HEADS,
+    Affine,
+    Array,
+    BlockStatistics,
+    Prefix,
+    Side,
+    Suffix,
+)
 
-Array: TypeAlias = Any
-"""A numpy or mlx array; the docstring at hand says its shape and types."""
+__all__ = [
+    "HEAD_DIMS",
+    "MAX_HEADS",
+    "MAX_KV_HEADS",
+    "Affine",
+    "Array",
+    "Attended",
+    "BlockStatistics",
+    "BlocksJob",
+    "DenseJob",
+    "Kernels",
+    "Prefix",
+    "Selection",
+    "Selector",
+    "Side",
+    "SparseJob",
+    "Suffix",
+]
 
 Selector: TypeAlias = Literal["mean", "quest"]
-
-HEAD_DIMS = (32, 64, 96, 128, 160, 192, 256, 512)
-MAX_HEADS = 1024  # of Q; KV heads are numbered by a byte
-MAX_KV_HEADS = 256
-
-# Statistics of a prefix that are kept: one window and block size in use, and one to change to.
-_KEPT_STATISTICS = 4
-
-
-@dataclass(frozen=True)
-class Affine:
-    """Groups of integers with a scale and a bias each, as ``mx.quantize`` lays them out.
-
-    ``codes`` u32 ``[..., D * bits / 32]``: value j of a word has its bits ``bits * j`` and up;
-    ``scales``, ``biases`` f16, bf16 or f32 ``[..., D / group]``; value = code * scale + bias.
-    ``bits`` is 4 or 8, ``group`` 32, 64 or 128 and divides D.  mlx4g32 is bits 4, group 32.
-    """
-
-    codes: Array
-    scales: Array
-    biases: Array
-    bits: int = 4
-    group: int = 32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the values, ``[..., D]``."""
-        *outer, words = self.codes.shape
-        return (*outer, words * 32 // self.bits)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes, scales and biases."""
-        return int(self.codes.nbytes + self.scales.nbytes + self.biases.nbytes)
-
-
-Side: TypeAlias = Any
-"""One side of a prefix, K or V: an array of f32, f16 or bf16 values, or an ``Affine``."""
-
-
-@dataclass(frozen=True)
-class Prefix:
-    """The K and V rows of one layer; immutable, and so are its arrays.
-
-    Without ``table``: ``keys`` and ``values`` ``[H_kv, >= N, D]``, of which the first
-    ``num_tokens`` (N) count.  With a block table (paged): ``[pool, H_kv, page, D]``, and token t is
-    row ``t % page`` of block ``table[t // page]``; ``table`` is i32 on the host, of at least
-    ceil(N / page) entries, each below the pool's size.  Both sides are alike in shape and type.
-
-    ``statistics`` remembers block statistics of the sparse selectors; it is no part of the value.
-    """
-
-    keys: Side
-    values: Side
-    num_tokens: int
-    table: NDArray[np.int32] | None = None
-    statistics: dict[tuple[str, int, int], BlockStatistics] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-
-    @property
-    def num_kv_heads(self) -> int:
-        """H_kv."""
-        return int(self.keys.shape[0 if self.table is None else 1])
-
-    @property
-    def head_dim(self) -> int:
-        """D."""
-        return int(self.keys.shape[-1])
-
-    @property
-    def page_tokens(self) -> int:
-        """Tokens of a block of a paged prefix; N of any other."""
-        return self.num_tokens if self.table is None else int(self.keys.shape[2])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of K and V as they are held; of the whole pool, where there is one."""
-        return int(self.keys.nbytes + self.values.nbytes)
-
-    @property
-    def is_host(self) -> bool:
-        """Whether the arrays are numpy's."""
-        return isinstance(_some_array(self.keys), np.ndarray)
-
-    def remember(self, key: tuple[str, int, int], found: BlockStatistics) -> None:
-        """Keep statistics under (selector, block tokens, first token); old ones may go."""
-        while len(self.statistics) >= _KEPT_STATISTICS:
-            self.statistics.pop(next(iter(self.statistics)), None)
-        self.statistics[key] = found
-
-
-def _some_array(side: Side) -> Array:
-    return side.codes if isinstance(side, Affine) else side
-
-
-@dataclass(frozen=True)
-class Suffix:
-    """K and V ``[H_kv, S, D]`` of tokens behind the prefix; S may be 0."""
-
-    keys: Array
-    values: Array
-
-    @property
-    def num_tokens(self) -> int:
-        """S."""
-        return int(self.keys.shape[1])
 
 
 @dataclass(frozen=True)
@@ -149,22 +69,6 @@ class Selection:
             raise CommandError("sparse selection: block size and K_top must be at least 1")
         if self.selector not in ("mean", "quest"):
             raise CommandError("sparse selection: the selector must be mean or quest")
-
-
-@dataclass(frozen=True)
-class BlockStatistics:
-    """What a selector keeps of full blocks: f32 ``[H_kv, n_blocks, D]``.
-
-    Of ``mean``: ``high`` is the mean, ``low`` None.  Of ``quest``: the largest and least values.
-    """
-
-    high: Array
-    low: Array | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the arrays."""
-        return int(self.high.nbytes + (0 if self.low is None else self.low.nbytes))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,341 @@
+"""The kernels on the processor: BLAS products over chunks of tokens, split over threads.
+
+The tokens a request sees are cut into chunks, the chunks dealt to a fixed number of strips.  A
+strip runs through its chunks with a running maximum, sum and output, as flash attention does; the
+strips' results are added up in order.  The cut depends on the shapes alone, never on the number of
+threads: equal requests give equal bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.kernels.heads import HeadGroups, head_groups
+from pion_vllm_mlx.kernels.host import Floats, Range, Rows, widened
+from pion_vllm_mlx.kernels.problem import (
+    Array,
+    Attended,
+    BlocksJob,
+    BlockStatistics,
+    DenseJob,
+    Kernels,
+    Prefix,
+    Selector,
+    SparseJob,
+    Suffix,
+)
+from pion_vllm_mlx.kernels.reference import top_blocks
+
+# Bytes of float32 keys in a chunk: widened ones have to stay in a core's cache, views need not.
+_WIDENED_BYTES = 512 * 1024
+_PLAIN_BYTES = 4 * 1024 * 1024
+_SCORE_VALUES = 1024 * 1024
+_LEAST_TOKENS = 64
+_STRIPS = 16
+# Below this many bytes of K and V a thread costs more than it saves.
+_INLINE_BYTES = 1024 * 1024
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows to attend to at once: ``ranges`` of one source.
+
+    ``last_seen`` i64 ``[R]``: the last position each query row sees, None where it sees all.
+    """
+
+    keys: Rows
+    values: Rows
+    ranges: Sequence[Range]
+    last_seen: NDArray[np.int64] | None = None
+
+
+@dataclass
+class Running:
+    """A softmax under way: highest score, sum of weights ``[U, R, 1]`` and output ``[U, R, D]``."""
+
+    highest: Floats
+    total: Floats
+    out: Floats
+
+    def add(self, other: Running) -> None:
+        """Take in the result over other tokens."""
+        highest = np.maximum(self.highest, other.highest)
+        shift = _finite(highest)
+        mine, theirs = np.exp(self.highest - shift), np.exp(other.highest - shift)
+        self.out *= mine
+        self.out += other.out * theirs
+        self.total = self.total * mine + other.total * theirs
+        self.highest = highest
+
+    def finished(self) -> tuple[Floats, Floats]:
+        """Output ``[U, R, D]`` and natural-log LSE ``[U, R]``."""
+        lse = np.log(self.total) + self.highest
+        self.total[self.total == 0] = 1
+        self.out /= self.total
+        return self.out, lse[..., 0]
+
+
+def _finite(highest: Floats) -> Floats:
+    """What to subtract from scores: 0 for a row that saw no token, whose highest is -inf."""
+    return np.where(highest == -np.inf, np.float32(0), highest)
+
+
+def weigh(q: Floats, keys: Floats, values: Floats, hidden: NDArray[np.bool_] | None) -> Running:
+    """``q [U, R, D]`` (scaled) over ``keys``, ``values`` ``[U, n, D]``, less what is ``hidden``."""
+    scores = np.matmul(q, keys.transpose(0, 2, 1))
+    if hidden is not None:
+        np.copyto(scores, np.float32(-np.inf), where=hidden)
+    highest = scores.max(axis=-1, keepdims=True)
+    scores -= highest if hidden is None else _finite(highest)
+    np.exp(scores, out=scores)
+    return Running(highest, scores.sum(axis=-1, keepdims=True), np.matmul(scores, values))
+
+
+def attend_chunk(q: Floats, chunk: Chunk) -> Running:
+    """``q [U, R, D]`` (scaled) over one chunk."""
+    hidden = None
+    if chunk.last_seen is not None:
+        ((first, end),) = chunk.ranges
+        if end - 1 > chunk.last_seen.min():
+            hidden = np.arange(first, end) > chunk.last_seen[:, None]
+    return weigh(q, chunk.keys.read(chunk.ranges), chunk.values.read(chunk.ranges), hidden)
+
+
+def in_strips(items: Sequence[Item], work: Callable[[Item], Running], num_bytes: int) -> Running:
+    """The sum of ``work`` over ``items``, at most ``_STRIPS`` of them at a time in threads."""
+    each = -(-len(items) // _STRIPS)
+    strips = [items[at : at + each] for at in range(0, len(items), each)]
+
+    def run(strip: Sequence[Item]) -> Running:
+        with np.errstate(all="ignore"):
+            found = work(strip[0])
+            for item in strip[1:]:
+                found.add(work(item))
+            return found
+
+    results = in_threads(strips, run, num_bytes)
+    with np.errstate(all="ignore"):
+        for other in results[1:]:
+            results[0].add(other)
+    return results[0]
+
+
+def in_threads(
+    items: Sequence[Item], work: Callable[[Item], Result], num_bytes: int
+) -> list[Result]:
+    """``work`` of every item, in order; in this thread where the whole is small."""
+    if len(items) == 1 or num_bytes < _INLINE_BYTES:
+        return [work(item) for item in items]
+    return list(_threads(os.getpid()).map(work, items))
+
+
+@lru_cache(maxsize=1)
+def _threads(process_id: int) -> ThreadPoolExecutor:
+    """The threads of a process: those of a parent do not survive a fork."""
+    return ThreadPoolExecutor(os.cpu_count() or 1, f"attention-{process_id}")
+
+
+def chunks_of(
+    rows: tuple[Rows, Rows], ranges: Sequence[Range], shape: tuple[int, ...]
+) -> list[Chunk]:
+    """Cut the tokens of ``ranges`` for queries of ``shape`` (U, R, D)."""
+    num_tokens = tokens_of_chunk(rows[0], shape)
+    chunks: list[Chunk] = []
+    pending: list[Range] = []
+    room = num_tokens
+    for first, end in ranges:
+        while first < end:
+            stop = min(end, first + room)
+            pending.append((first, stop))
+            room -= stop - first
+            first = stop
+            if room == 0:
+                chunks.append(Chunk(*rows, pending))
+                pending, room = [], num_tokens
+    if pending:
+        chunks.append(Chunk(*rows, pending))
+    return chunks
+
+
+def tokens_of_chunk(rows: Rows, shape: tuple[int, ...]) -> int:
+    """How many tokens fit a chunk for queries of ``shape`` (U, R, D)."""
+    num_groups, num_rows, dim = shape
+    row_bytes = 4 * num_groups * dim
+    by_bytes = (_PLAIN_BYTES if rows.is_plain else _WIDENED_BYTES) // row_bytes
+    by_scores = _SCORE_VALUES // (num_groups * num_rows)
+    return max(_LEAST_TOKENS, min(by_bytes, by_scores) // _LEAST_TOKENS * _LEAST_TOKENS)
+
+
+def suffix_chunks(
+    suffix: Suffix, groups: HeadGroups, shape: tuple[int, ...], num_queries: int
+) -> list[Chunk]:
+    """The chunks of a suffix, of which query m sees ``t <= max(0, S - M) + m``."""
+    rows = Rows(suffix.keys, heads=groups.used), Rows(suffix.values, heads=groups.used)
+    chunks = chunks_of(rows, [(0, suffix.num_tokens)], shape)
+    if num_queries == 1:
+        return chunks
+    last_seen = max(0, suffix.num_tokens - num_queries) + np.arange(num_queries)
+    last_seen = np.tile(last_seen, shape[1] // num_queries)
+    return [Chunk(one.keys, one.values, one.ranges, last_seen) for one in chunks]
+
+
+class Grouped:
+    """The query rows of each KV head, scaled: ``rows [U, G * M, D]``, and the way back."""
+
+    def __init__(self, q: Array, head_map: NDArray[np.uint8], num_kv_heads: int) -> None:
+        self.groups = head_groups(head_map, num_kv_heads)
+        self._num_queries, dim = q.shape[1:]
+        q = widened(q)
+        if not self.groups.in_order:
+            q = q[self.groups.slots.reshape(-1)]
+        num_groups = len(self.groups.slots)
+        self.rows: Floats = (q * np.float32(1 / math.sqrt(dim))).reshape(num_groups, -1, dim)
+
+    def returned(self, running: Running) -> Attended:
+        """Out ``[H_q, M, D]`` and lse ``[H_q, M]``."""
+        with np.errstate(all="ignore"):
+            out, lse = running.finished()
+        out = out.reshape(-1, self._num_queries, out.shape[-1])
+        lse = lse.reshape(-1, self._num_queries)
+        if self.groups.in_order:
+            return Attended(out, lse)
+        return Attended(out[self.groups.rows], lse[self.groups.rows])
+
+
+class CpuKernels(Kernels):
+    """numpy, its BLAS, and a thread a core."""
+
+    name = "cpu"
+    host = True
+
+    def unavailable(self) -> str | None:
+        """Runs everywhere."""
+        return None
+
+    def attend(self, job: DenseJob) -> Attended:
+        """Chunks of prefix and suffix under one softmax."""
+        ranges = [(job.start, job.prefix.num_tokens)]
+        return self._attend_ranges(job, job.q, ranges)
+
+    def attend_blocks(self, job: BlocksJob) -> Attended:
+        """The selected blocks and the tail, gathered into chunks, and the suffix."""
+        size = job.block_tokens
+        starts = (job.start + block * size for block in job.blocks.tolist())
+        ranges = _joined_ranges([*((at, at + size) for at in starts), *_tail(job)])
+        return self._attend_ranges(job, job.q[:, None], ranges)
+
+    def _attend_ranges(
+        self, job: DenseJob | BlocksJob, q: Array, ranges: Sequence[Range]
+    ) -> Attended:
+        prefix = job.prefix
+        grouped = Grouped(q, job.head_map, prefix.num_kv_heads)
+        used = grouped.groups.used
+        shape = grouped.rows.shape
+        rows = Rows(prefix.keys, prefix.table, used), Rows(prefix.values, prefix.table, used)
+        chunks = chunks_of(rows, ranges, shape)
+        if job.suffix is not None:
+            chunks += suffix_chunks(job.suffix, grouped.groups, shape, q.shape[1])
+        num_tokens = sum(end - first for one in chunks for first, end in one.ranges)
+        num_bytes = 8 * num_tokens * shape[0] * shape[2]
+        return grouped.returned(
+            in_strips(chunks, lambda chunk: attend_chunk(grouped.rows, chunk), num_bytes)
+        )
+
+    def attend_sparse(self, job: SparseJob) -> Attended:
+        """Tokens gathered a head, in chunks of columns of the index."""
+        num_heads, dim = job.q.shape
+        width = job.indices.shape[1]
+        if width == 0:
+            zeros = np.zeros((num_heads, 1, dim), np.float32)
+            return Attended(zeros, np.full((num_heads, 1), -np.inf, np.float32))
+        q = (widened(job.q) * np.float32(1 / math.sqrt(dim)))[:, None]
+        kv_heads = job.head_map.astype(np.intp)[:, None]
+        keys, values = (
+            Rows(side, job.prefix.table) for side in (job.prefix.keys, job.prefix.values)
+        )
+
+        def work(columns: Range) -> Running:
+            first, end = columns
+            tokens = job.indices[:, first:end].astype(np.intp)
+            unused = np.arange(first, end) >= job.counts[:, None]
+            tokens[unused] = 0
+            found_keys, found_values = (rows.take(kv_heads, tokens) for rows in (keys, values))
+            return weigh(q, found_keys, found_values, unused[:, None])
+
+        step = max(_LEAST_TOKENS, _WIDENED_BYTES // (4 * num_heads * dim))
+        columns = [(at, min(width, at + step)) for at in range(0, width, step)]
+        running = in_strips(columns, work, 8 * width * num_heads * dim)
+        with np.errstate(all="ignore"):
+            return Attended(*running.finished())
+
+    def block_statistics(
+        self, prefix: Prefix, block_tokens: int, start: int, selector: Selector
+    ) -> BlockStatistics:
+        """Blocks reduced in runs that fit the cache."""
+        num_heads, dim = prefix.num_kv_heads, prefix.head_dim
+        end = start + (prefix.num_tokens - start) // block_tokens * block_tokens
+        rows = Rows(prefix.keys, prefix.table)
+        step = max(1, tokens_of_chunk(rows, (num_heads, 1, dim)) // block_tokens) * block_tokens
+        reductions = [np.mean] if selector == "mean" else [np.max, np.min]
+
+        def work(first: int) -> list[Floats]:
+            read = rows.read([(first, min(end, first + step))])
+            blocks = read.reshape(num_heads, -1, block_tokens, dim)
+            with np.errstate(all="ignore"):
+                return [reduce(blocks, axis=2) for reduce in reductions]
+
+        found = in_threads(range(start, end, step), work, 4 * (end - start) * num_heads * dim)
+        return BlockStatistics(*(np.concatenate(side, axis=1) for side in zip(*found, strict=True)))
+
+    def block_scores(
+        self, q: Array, statistics: BlockStatistics, head_map: NDArray[np.uint8]
+    ) -> Array:
+        """Query heads of one KV head are added up first: the mean over heads is linear in them."""
+        rows = widened(q)
+        rows = np.where(np.isfinite(rows).all(axis=-1, keepdims=True), rows, np.float32(0))
+        num_heads, dim = rows.shape
+        belongs = (np.arange(statistics.high.shape[0])[:, None] == head_map).astype(np.float32)
+        with np.errstate(all="ignore"):
+            if statistics.low is None:
+                scores = _summed(statistics.high, belongs @ rows)
+                return scores / np.float32(num_heads * math.sqrt(dim))
+            high = _summed(statistics.high, belongs @ np.maximum(rows, 0))
+            return (high + _summed(statistics.low, belongs @ np.minimum(rows, 0))) / num_heads
+
+    def top_blocks(self, scores: Array, top: int) -> Array:
+        """As specified: a stable sort of a few thousand scores."""
+        return top_blocks(scores, top)
+
+
+def _summed(statistics: Floats, q: Floats) -> Floats:
+    """``[H_kv, n_blocks, D]`` times ``[H_kv, D]``, summed over heads: ``[n_blocks]``."""
+    products: Floats = np.matmul(statistics, q[:, :, None])[..., 0].sum(axis=0)
+    return products
+
+
+def _tail(job: BlocksJob) -> list[Range]:
+    num_tokens = job.prefix.num_tokens
+    return [(job.tail_start, num_tokens)] if job.tail_start < num_tokens else []
+
+
+def _joined_ranges(ranges: Sequence[Range]) -> list[Range]:
+    """Ascending ranges, neighbours joined."""
+    joined: list[Range] = []
+    for first, end in ranges:
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((first, end))
+    return joined

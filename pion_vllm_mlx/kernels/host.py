@@ -1,0 +1,122 @@
+"""Rows of a prefix as float32 on the host, and the merge of partial results.
+
+A chunk of rows is widened (f16, bf16) or dequantized only while it is attended to, so that what is
+read from memory is what is held, and the float32 copy stays in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.kernels.problem import Affine, Attended, Side
+
+Floats: TypeAlias = NDArray[np.float32]
+Range: TypeAlias = tuple[int, int]
+"""Tokens [first, end)."""
+
+
+def widened(array: NDArray[Any]) -> Floats:
+    """f32 of f32, f16 or bf16 bits; the same array where it is f32."""
+    if array.dtype == np.float32:
+        return array
+    if array.dtype == np.float16:
+        return array.astype(np.float32)
+    out = np.empty(array.shape, np.float32)
+    np.left_shift(array, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
+    return out
+
+
+# Both values of a byte of 4-bit codes, as one eight-byte item.
+_PAIRS = np.stack([np.arange(256) & 15, np.arange(256) >> 4], 1).astype(np.float32)
+_PAIR_ITEMS = _PAIRS.view(np.uint64)[:, 0]
+
+
+def dequantized(side: Affine) -> Floats:
+    """f32 ``[..., D]`` of groups of codes."""
+    codes = np.ascontiguousarray(side.codes).view(np.uint8)
+    if side.bits == 4:
+        values = np.take(_PAIR_ITEMS, codes).view(np.float32)
+    else:
+        values = codes.astype(np.float32)
+    groups = values.reshape(*values.shape[:-1], -1, side.group)
+    groups *= widened(side.scales)[..., None]
+    groups += widened(side.biases)[..., None]
+    return values
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One side of a prefix or suffix, read in pieces as float32.
+
+    ``side`` ``[H_kv, N, D]``, or ``[pool, H_kv, page, D]`` with a ``table``.  ``heads``: the KV
+    heads to read, None for all.
+    """
+
+    side: Side
+    table: NDArray[np.int32] | None = None
+    heads: NDArray[np.intp] | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a run of tokens is read without copying."""
+        plain = not isinstance(self.side, Affine) and self.side.dtype == np.float32
+        return plain and self.table is None and self.heads is None
+
+    def read(self, ranges: Sequence[Range]) -> Floats:
+        """The tokens of the ranges, ``[U, n, D]``; a view where one plain range is asked for."""
+        return self._converted(lambda array: self._joined(array, ranges))
+
+    def take(self, kv_heads: NDArray[np.intp], tokens: NDArray[np.intp]) -> Floats:
+        """Row (kv_heads[i, j], tokens[i, j]) for all i, j: ``[I, J, D]``; ``heads`` is ignored."""
+        if self.table is None:
+            return self._converted(lambda array: array[kv_heads, tokens])
+        page = self.side.shape[2]
+        blocks = self.table[tokens // page]
+        return self._converted(lambda array: array[blocks, kv_heads, tokens % page])
+
+    def _converted(self, pick: Any) -> Floats:
+        side = self.side
+        if not isinstance(side, Affine):
+            return widened(pick(side))
+        arrays = (pick(array) for array in (side.codes, side.scales, side.biases))
+        return dequantized(Affine(*arrays, bits=side.bits, group=side.group))
+
+    def _joined(self, array: NDArray[Any], ranges: Sequence[Range]) -> NDArray[Any]:
+        pieces = [piece for run in ranges for piece in self._pieces(array, run)]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+
+    def _pieces(self, array: NDArray[Any], run: Range) -> Iterator[NDArray[Any]]:
+        """Views ``[U, n, ...]`` of the tokens of ``run``, cut at pages."""
+        heads = slice(None) if self.heads is None else self.heads
+        first, end = run
+        if self.table is None:
+            yield array[heads, first:end]
+            return
+        page = array.shape[2]
+        while first < end:
+            at = first % page
+            stop = min(page, at + end - first)
+            yield array[self.table[first // page]][heads, at:stop]
+            first += stop - at
+
+
+def merged(parts: Sequence[Attended]) -> Attended:
+    """The union of disjoint parts on the host: out ``[..., D]``, lse ``[...]``, float32."""
+    lses = np.stack([part.lse for part in parts])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        highest = lses.max(axis=0)
+        weights = np.exp(lses - np.where(highest == -np.inf, np.float32(0), highest))
+        total = weights.sum(axis=0)
+        lse = np.log(total) + highest
+        total[total == 0] = 1
+        weights /= total
+    out = np.zeros_like(parts[0].out)
+    for weight, part in zip(weights, parts, strict=True):
+        # An empty part has no say, whatever its out holds.
+        out += np.where(weight[..., None] == 0, np.float32(0), weight[..., None] * part.out)
+    return Attended(out, lse)
