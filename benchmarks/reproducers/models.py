@@ -13,7 +13,7 @@ from mlx_lm.models import llama
 
 SUFFIX_TOKENS = 16
 
-_LLAMA: dict[str, Any] = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+LLAMA: dict[str, Any] = {"model_type": "llama", "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 
 SHAPES: dict[str, dict[str, Any]] = {
     # the caches of a 1B model, and next to nothing to compute
@@ -25,6 +25,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8,
         "head_dim": 64,
         "vocab_size": 128,
+    },
+    # for a machine without a GPU: all of it is computed in seconds
+    "small": {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "vocab_size": 512,
     },
     "1b": {
         "num_hidden_layers": 16,
@@ -71,7 +81,7 @@ class RowsOnly(llama.Model):
 
 def random_llama(shape: str, dtype: mx.Dtype, *, bits: int | None = None) -> Any:
     """A Llama of seeded random weights, quantized in groups of 64 if ``bits`` is given."""
-    config = {**_LLAMA, **SHAPES[shape], "tie_word_embeddings": True}
+    config = {**LLAMA, **SHAPES[shape], "tie_word_embeddings": True}
     mx.random.seed(7)
     kind = RowsOnly if shape == "thin" else llama.Model
     model = kind(llama.ModelArgs.from_dict(config))  # type: ignore[no-untyped-call]
