@@ -42,6 +42,13 @@ def sid(arg: Arg) -> bytes:
     return name
 
 
+def check_prefix(names: Sequence[Arg], required: bytes) -> None:
+    """Raise CommandError unless every namespace or session id begins with ``required``."""
+    if not all(isinstance(name, bytes) and name.startswith(required) for name in names):
+        prefix = required.decode("utf-8", "replace")
+        raise CommandError(f"namespace must start with required prefix '{prefix}'")
+
+
 def integer(arg: Arg, what: str, low: int, high: int) -> int:
     """A decimal number of ``[low, high]``: ASCII digits and nothing else.
 

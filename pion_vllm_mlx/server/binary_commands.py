@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from pion_vllm_mlx.errors import AuthenticationRequired, CommandError, WrongPassword
 from pion_vllm_mlx.formats import get_format
+from pion_vllm_mlx.server.attention import frames
 from pion_vllm_mlx.server.commands import attend_index
 from pion_vllm_mlx.server.memory.attend_index import IndexShape, NotStored
 from pion_vllm_mlx.server.memory.layer_store import Piece
@@ -171,9 +172,7 @@ async def _attend_query(context: Context, body: BodyReader) -> Pieces:
     return [rows]
 
 
-@_operation("attend.prefix.query_fused", 0x24, long=True)
-def _attend_prefix_query_fused(context: Context, body: BodyReader) -> Pieces:
-    raise CommandError("ATTEND.PREFIX.QUERY_FUSED is not yet supported")
+_operation("attend.prefix.query_fused", 0x24, long=True)(frames.query_fused)
 
 
 @_operation("moe.expert", *range(0x31, 0x37))

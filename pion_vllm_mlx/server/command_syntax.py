@@ -23,11 +23,12 @@ from dataclasses import dataclass, replace
 from pion_vllm_mlx.wire.resp import Map, Value
 
 _WORDS = re.compile(r"\.\.\.|[][()|]|[A-Za-z0-9_-]+")
-_KEYS = frozenset({"key", "ns", "sid", "k_sid", "v_sid", "new_key", "index", "slot_id"})
+_KEYS = frozenset("attend_sid index k_sid key new_key ns sid slot_id v_sid".split())
 _INTEGERS = frozenset(
-    "amount block_size boundary count crc32c cursor database dim end head_dim heads k k_dim kv_dim "
-    "layer length milliseconds ms n_heads n_layers offset proto rope rows seconds size snap_id "
-    "start stop token_id tokens ttl unix_milliseconds unix_seconds v_dim".split()
+    "amount block_size boundary count crc32c cursor database dim end fa_window head_dim heads k "
+    "k_dim k_max kv_dim kv_heads layer length milliseconds ms n_heads n_layers offset proto "
+    "q_heads rope rows seconds selector size snap_id start stop suffix_tokens token_id tokens "
+    "top_blocks top_k ttl unix_milliseconds unix_seconds v_dim".split()
 )
 
 

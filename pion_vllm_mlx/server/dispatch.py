@@ -8,6 +8,7 @@ import time
 from collections.abc import Awaitable
 
 from pion_vllm_mlx.errors import AuthenticationRequired, CommandError
+from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import TABLE, Command, Effect, Reply
 from pion_vllm_mlx.server.directory import sides_of, together
 from pion_vllm_mlx.server.inbound import DeferredBulk, MemoryInbound, StreamInbound
@@ -112,10 +113,7 @@ def lives_on(command: Command, owner: int) -> str:
 def _check_prefix(keys: tuple[int, int], required: bytes, args: list[Arg]) -> None:
     first, last = keys
     end = len(args) if last < 0 else last + 1
-    for key in args[first:end]:
-        if not (isinstance(key, bytes) and key.startswith(required)):
-            prefix = required.decode("utf-8", "replace")
-            raise CommandError(f"namespace must start with required prefix '{prefix}'")
+    arguments.check_prefix(args[first:end], required)
 
 
 def open_bulk(context: Context, args: list[Arg], length: int) -> BulkTarget:

@@ -198,6 +198,8 @@ async def _stop(
     for chore in chores:
         chore.cancel()
     await asyncio.gather(*chores, return_exceptions=True)
+    if notice := await server.attention.start():
+        print(notice, flush=True)
     running = [c.running for c in server.connections.values() if c.running is not None]
     if running:
         await asyncio.wait(running, timeout=STOP_SECONDS)
@@ -229,6 +231,7 @@ async def _open_alone(server: Server, folder: DataFolder) -> list[Listener]:
         f"ready on {config.address}:{server.port}",
         flush=True,
     )
+        server.attention.close()
     return listeners
 
 

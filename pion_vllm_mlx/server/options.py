@@ -11,6 +11,9 @@ from typing import Any
 
 from pion_vllm_mlx.config import AFFINITY_OFFSET, EmbeddedDefaults, ServerEnvironment
 from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.server.attention.cache import AttentionSettings
+from pion_vllm_mlx.server.attention.placement import HOST
+from pion_vllm_mlx.server.attention.resident import DTYPES
 from pion_vllm_mlx.server.log_format import FORMATS as LOG_FORMATS
 from pion_vllm_mlx.server.memory_limit import limit, size
 from pion_vllm_mlx.server.session import ServerConfig, TlsConfig
@@ -73,6 +76,17 @@ def _tls(fields: dict[str, Any]) -> TlsConfig | None:
     if cert is None or key is None:
         raise ConfigError("--tls-port needs --tls-cert-file and --tls-key-file")
     return TlsConfig(port, cert, key, ca)
+
+
+def _attention(fields: dict[str, Any]) -> AttentionSettings:
+    """The flags of attention taken out of ``fields``."""
+    half = fields.pop("attend_fp16", False)
+    return AttentionSettings(
+        budget=fields.pop("attend_budget", 0),
+        dtype=fields.pop("attend_dtype", "fp16" if half else "fp32"),
+        device=fields.pop("attend_device", "metal" if half else HOST),
+        window=fields.pop("attend_window", 0),
+    )
 
 
 def _password_file(text: str) -> str:
@@ -193,16 +207,33 @@ _FLAGS: dict[str, Flag] = {
     "--tls-key-file": Flag("tls_key", Path, help="its key", metavar="PATH"),
     "--tls-ca-cert-file": Flag(
         "tls_ca", Path, help="clients need a certificate of this CA", metavar="PATH"
+    "--attend-budget": Flag(
+        "attend_budget", size, help="bytes of attention K/V in memory, 0: none", metavar="BYTES"
+    ),
+    "--attend-dtype": Flag(
+        "attend_dtype",
+        _choice(*DTYPES),
+        help="how they are kept (fp32)",
+        metavar="|".join(DTYPES),
+    ),
+    "--fa-window": Flag(
+        "attend_window",
+        _number(0, (1 << 32) - 1),
+        help="prefix tokens that attention sees, 0: all",
+        metavar="W",
+    ),
+    "--metal-attention": Flag("attend_device", value="metal", help="attention on the GPU"),
+    "--metal-attention-fp16": Flag("attend_fp16", help="the same, K/V kept as fp16"),
+    "--cuda-attention": Flag("attend_device", value="cuda", help="attention on the GPU"),
     ),
     "--embedded": Flag("embedded", help="end when the last client has left"),
 }
 _FLAGS |= {
     name: Flag()
     for name in (
-        *("--metal-attention", "--metal-attention-fp16", "--cuda-attention", "--no-auto-detect"),
-        *("--no-auto-embed", "--auto-embed", "--nle-embed", "--inference", "--flare"),
-        *("--emb-enabled", "--llm-enabled", "--no-crash-log", "--no-blob-tier", "--epoll"),
-        *("--iouring", "--sqpoll", "--xdp", "--huge-pages"),
+        *("--no-auto-detect", "--no-auto-embed", "--auto-embed", "--nle-embed", "--inference"),
+        *("--flare", "--emb-enabled", "--llm-enabled", "--no-crash-log", "--no-blob-tier"),
+        *("--epoll", "--iouring", "--sqpoll", "--xdp", "--huge-pages"),
     )
 }
 _FLAGS |= {
@@ -210,7 +241,7 @@ _FLAGS |= {
     for name in (
         *("--moe-cache", "--moe-cache-mib", "--crash-log", "--status-file", "--rss-warn-pct"),
         *("--xdp-iface", "--io-threads", "--blob-threshold", "--lua-time-limit"),
-        *("--lua-memory-limit", "--fa-window"),
+        "--lua-memory-limit",
     )
 }
 _FLAGS["--profile"] = Flag("profile", _choice("kv", "vector", "ai", "full"))
@@ -221,7 +252,6 @@ _LAST_PORT = 65535
 _EVICTING = tuple(
     f"{keys}-{order}" for keys in ("allkeys", "volatile") for order in ("lru", "lfu", "random")
 ) + ("volatile-ttl",)
-_NOT_YET: tuple[str, ...] = ("--attend-budget",)
 
 
 def usage() -> str:
@@ -237,8 +267,6 @@ def usage() -> str:
 def _refusal(name: str) -> str:
     if name.startswith("--cluster"):
         return f"{name}: clusters are not supported; run one server per host"
-    if name in _NOT_YET:
-        return f"{name} is not supported by this version"
     close = difflib.get_close_matches(name, list(_FLAGS), n=1)
     hint = f", did you mean {close[0]}" if close else ""
     return f"unknown flag {name}{hint}"
@@ -302,6 +330,7 @@ def parse(argv: Sequence[str], environment: ServerEnvironment) -> tuple[ServerCo
         fields.pop("quotas", ()),
         fields.get("password") or environment.password or "",
     )
+    fields["attention"] = _attention(fields)
     folder = fields.setdefault("folder", Path.cwd())
     fields["folder"] = folder.expanduser().absolute()
     fields.setdefault("password", environment.password or "")

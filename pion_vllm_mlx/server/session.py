@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pion_vllm_mlx.server.attention.cache import AttentionCache, AttentionSettings
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.directory import Directory, Known
 from pion_vllm_mlx.server.inbound import WindowPool
@@ -23,10 +24,11 @@ from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.memory_limit import MemoryLimit
 from pion_vllm_mlx.server.shares import Shares
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
+from pion_vllm_mlx.server.store.records import Record
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
 from pion_vllm_mlx.server.store.totals import Totals
-from pion_vllm_mlx.server.tenants import ADMIN_NAME, Tenant, shown_name
+from pion_vllm_mlx.server.tenants import ADMIN_NAME, Tenant, owner_of, shown_name
 
 if TYPE_CHECKING:
     from pion_vllm_mlx.server.transactions import Transaction
@@ -74,6 +76,7 @@ class ServerConfig:
     output_seconds: float = 60.0
     output_limit: int = 0
     maxmemory: int = 0
+    attention: AttentionSettings = AttentionSettings()
     workers: int = 1
     worker: int = 0
     launcher_pid: int = 0
@@ -160,6 +163,16 @@ class Server:
         self.memory_limit = MemoryLimit(self.config.maxmemory)
         self.totals = Totals(self.store.state)
         self.store.on_change = self.sessions_changed
+        self.attention = AttentionCache(self.config.attention, self.store.run)
+        if tenants:
+            self.attention.slots.owner = lambda sid: owner_of(sid, tenants)
+        self._counted = self.store.on_effects
+        self.store.on_effects = self._effects
+
+    def _effects(self, effects: Iterable[Record]) -> None:
+        """The store has applied these."""
+        self._counted(effects)
+        self.attention.dropped(effects)
         tenants = self.config.tenants
         self.shares = Shares(tenants, self.store, self.keyspace, self.memory) if tenants else None
 

@@ -2,6 +2,8 @@
 
 from pion_vllm_mlx.server.commands import (
     attend_index,
+    attend_prefix,
+    attend_prefix_sparse,
     connection,
     export,
     keyspace_hashes,
@@ -14,6 +16,7 @@ from pion_vllm_mlx.server.commands import (
     kv_prefix_blocks,
     kv_prefix_keep,
     kv_prefix_longest,
+    kv_prefix_warm,
     kv_store,
     mapping,
     rollback,
@@ -27,6 +30,8 @@ from pion_vllm_mlx.server.commands import (
 
 __all__ = [
     "attend_index",
+    "attend_prefix",
+    "attend_prefix_sparse",
     "connection",
     "export",
     "keyspace_hashes",
@@ -39,6 +44,7 @@ __all__ = [
     "kv_prefix_blocks",
     "kv_prefix_keep",
     "kv_prefix_longest",
+    "kv_prefix_warm",
     "kv_store",
     "mapping",
     "rollback",

@@ -218,10 +218,7 @@ def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
         "ssm_wal_replayed": store.replayed.ssm,
         "directory_enabled": 1,
         "directory_entries": len(state.sessions) if published is None else published,
-        "sdpa_warm": 0,
-        "sdpa_cold": 0,
-        "sdpa_demotions": 0,
-        "sdpa_rehydrates": 0,
+        **context.server.attention.fields(),
     }
     return "".join(f"{name}:{value}\r\n" for name, value in fields.items())
 

@@ -55,6 +55,8 @@ def _memory(server: Server) -> list[tuple[str, object]]:
         ("used_memory", now),
         ("used_memory_peak", peak),
         ("memory_store_bytes", server.memory.stored_bytes),
+        ("attend_bytes", server.attention.slots.nbytes),
+        ("attend_budget_bytes", server.attention.slots.budget),
         ("used_memory_anonymous", anonymous_bytes()),
         ("maxmemory", server.memory_limit.maxmemory),
         ("maxmemory_policy", server.memory_limit.policy),

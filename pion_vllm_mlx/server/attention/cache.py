@@ -1,0 +1,131 @@
+"""The attention cache of a worker: K/V of layers, and the queries over them.
+
+Memory only. Slots are a cache: they leave when others need the room, also those of a
+tenant, and count against no quota. A namespace that is dropped, or expires, takes along
+what was made from its rows; one that is evicted from disk does not, what is resident is
+as true as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.attention import placement
+from pion_vllm_mlx.server.attention.engine import Engine
+from pion_vllm_mlx.server.attention.requests import Arrays, Request
+from pion_vllm_mlx.server.attention.resident import (
+    Blob,
+    Resident,
+    Shape,
+    from_floats,
+    resident_bytes,
+)
+from pion_vllm_mlx.server.attention.slots import Key, Slot, SlotTable
+from pion_vllm_mlx.server.store.index import group_of
+from pion_vllm_mlx.server.store.records import Drop, Record
+
+#: runs a call on a thread that may take its time.
+Run = Callable[[Callable[[], Any]], Awaitable[Any]]
+#: why a namespace's rows left, where its attention has to leave, too.
+_FINAL = ("dropped", "expired")
+
+
+@dataclass(frozen=True)
+class AttentionSettings:
+    """How a server attends.
+
+    ``budget`` in bytes, 0 for none; ``dtype`` of ``resident.DTYPES``; ``device``: ``cpu``, or
+    the GPU that is wanted, ``metal`` or ``cuda``; ``window``: of queries that name none, 0 for
+    the whole prefix.
+    """
+
+    budget: int = 0
+    dtype: str = "fp32"
+    device: str = "cpu"
+    window: int = 0
+
+
+class AttentionCache:
+    """See the module's docstring. Belongs to the event loop."""
+
+    def __init__(self, settings: AttentionSettings, run: Run) -> None:
+        self.settings = settings
+        self.slots: SlotTable[Resident] = SlotTable(settings.budget)
+        self.engine = Engine()
+        self.device = placement.HOST
+        self._run = run
+
+    async def start(self) -> str:
+        """Find the device; a notice where it is not the one that was asked for.
+
+        Raises ConfigError for kernels that cannot run here.
+        """
+        wanted = self.settings.device
+        self.device = await self.engine.call(lambda: placement.find_device(wanted))
+        if wanted in (placement.HOST, self.device):
+            return ""
+        return f"attention: no {wanted} device here, it runs on: {self.device}"
+
+    def fields(self) -> dict[str, int]:
+        """What KV.PREFIX.INFO tells."""
+        slots, engine = self.slots, self.engine
+        return {
+            "sdpa_warm": len(slots.warm),
+            "sdpa_cold": len(slots.cold),
+            "sdpa_demotions": slots.counters.demotions,
+            "sdpa_rehydrates": slots.counters.rehydrates,
+            "sdpa_bytes": slots.nbytes,
+            "sdpa_queries": engine.queries,
+            "sdpa_shared_passes": engine.shared_passes,
+        }
+
+    def window(self, asked: int) -> int:
+        """A query's window: its own, or for −1 the server's."""
+        return self.settings.window if asked < 0 else asked
+
+    async def store(self, key: Key, shape: Shape, keys: Blob, values: Blob) -> None:
+        """Keep float32 K and V ``[H, N, D]`` of a layer. Raises CommandError, OutOfMemory."""
+        for name, blob in (("K", keys), ("V", values)):
+            if len(blob) != shape.side_bytes:
+                raise CommandError(
+                    f"ATTEND.PREFIX.STORE: {name} blob size {len(blob)} "
+                    f"instead of {shape.side_bytes}"
+                )
+        dtype = self.settings.dtype
+        self.slots.check_fits(resident_bytes(shape, dtype))
+        k, v = shape.floats(keys), shape.floats(values)
+        resident = await self._run(lambda: from_floats(k, v, dtype))
+        await self.put(key, resident)
+
+    async def put(self, key: Key, resident: Resident, source: bytes = b"") -> None:
+        """Make a layer WARM; ``source``: the namespace whose rows it was made from."""
+        if self.device != placement.HOST:
+            resident = await self.engine.call(lambda: placement.on_device(resident))
+        self.slots.put(key, Slot(resident, source), rehydrates=bool(source))
+
+    async def query(self, key: Key, request: Request) -> Arrays:
+        """The arrays of a reply. Raises ColdMiss, NotStored, CommandError."""
+        slot = self.slots.find(key)
+        found = await self.engine.compute(request.bound(slot.held))
+        self.slots.touch(key, slot)
+        # block statistics are made by the first query that needs them
+        self.slots.fit(key)
+        return found
+
+    def dropped(self, effects: Iterable[Record]) -> None:
+        """Effects that the store has applied: what was dropped for good is forgotten here."""
+        sids = [
+            sid
+            for effect in effects
+            if isinstance(effect, Drop) and effect.reason in _FINAL
+            for sid in effect.sids
+        ]
+        if sids:
+            self.slots.forget({group_of(sid) for sid in sids})
+
+    def close(self) -> None:
+        """Compute nothing more."""
+        self.engine.close()

@@ -1,0 +1,167 @@
+"""The one thread on which attention is computed.
+
+MLX binds what it does to a thread, so all of it happens here; on a processor alone one
+thread is enough, too, as every kernel uses all cores. Queries that arrive while others are
+computed wait in a queue; those of one layer that can share a pass over its K/V do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from pion_vllm_mlx.errors import CommandError
+
+T = TypeVar("T")
+ResultT = TypeVar("ResultT")
+
+#: query rows that one pass over K/V serves: more of them are bound by arithmetic anyway.
+MAX_ROWS = 64
+
+
+class Work(Protocol[ResultT]):
+    """Something to compute. ``group``: equal for what may be computed together, None: alone."""
+
+    @property
+    def group(self) -> Hashable: ...
+
+    @property
+    def rows(self) -> int: ...
+
+    def alone(self) -> ResultT:
+        """The result. Runs on the engine's thread."""
+
+    def together(self, others: Sequence[Any]) -> list[ResultT]:
+        """Its result and those of others of its group, in order."""
+
+
+@dataclass(frozen=True)
+class Call(Generic[ResultT]):
+    """A plain function as work of its own."""
+
+    function: Callable[[], ResultT]
+    group: None = None
+    rows: int = 0
+
+    def alone(self) -> ResultT:
+        return self.function()
+
+    def together(self, others: Sequence[Any]) -> list[ResultT]:
+        raise AssertionError("calls have no group")
+
+
+@dataclass(frozen=True)
+class _Job:
+    work: Work[Any]
+    done: asyncio.Future[Any]
+
+
+class Engine:
+    """Computes in order of arrival. Belongs to an event loop but for ``_drain``."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention")
+        self._queue: deque[_Job] = deque()
+        self._draining = False
+        #: queries answered, and passes over K/V that answered several of them
+        self.queries = 0
+        self.shared_passes = 0
+
+    async def compute(self, work: Work[ResultT]) -> ResultT:
+        """The result of ``work``; raises what it raises."""
+        loop = asyncio.get_running_loop()
+        job = _Job(work, loop.create_future())
+        self._queue.append(job)
+        if not self._draining:
+            self._draining = True
+            self._thread.submit(self._drain, loop)
+        result: ResultT = await job.done
+        return result
+
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the thread."""
+        return await self.compute(Call(function))
+
+    def close(self) -> None:
+        """Compute nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # -- on the thread ---------------------------------------------------------
+
+    def _drain(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Compute until the queue is empty."""
+        waiting: deque[_Job] = deque()
+        while True:
+            while self._queue:
+                waiting.append(self._queue.popleft())
+            if not waiting:
+                break
+            jobs = _next_group(waiting)
+            outcomes = _outcomes([job.work for job in jobs])
+            _tell(loop, _settle, jobs, outcomes, self)
+        _tell(loop, self._drained, loop)
+
+    # -- on the event loop -----------------------------------------------------
+
+    def _drained(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The thread is idle; what came in after its last look goes on."""
+        self._draining = bool(self._queue)
+        if self._draining:
+            self._thread.submit(self._drain, loop)
+
+
+def _next_group(waiting: deque[_Job]) -> list[_Job]:
+    """Take the first job, and those that may share its pass."""
+    first = waiting.popleft()
+    group, rows = first.work.group, first.work.rows
+    jobs = [first]
+    if group is None or not waiting:
+        return jobs
+    kept: list[_Job] = []
+    for job in waiting:
+        fits = job.work.group == group and rows + job.work.rows <= MAX_ROWS
+        rows += job.work.rows if fits else 0
+        (jobs if fits else kept).append(job)
+    waiting.clear()
+    waiting.extend(kept)
+    return jobs
+
+
+def _outcomes(works: Sequence[Work[Any]]) -> list[Any]:
+    """A result or an exception for each."""
+    try:
+        return [works[0].alone()] if len(works) == 1 else works[0].together(works[1:])
+    except CommandError as error:
+        # its frames hold arrays
+        failed: Exception = error.with_traceback(None)
+    except Exception as error:  # noqa: BLE001 - outermost loop of the thread: who waits gets it
+        failed = error
+    if len(works) == 1:
+        return [failed]
+    # one of them may be at fault: each for itself
+    return [outcome for work in works for outcome in _outcomes([work])]
+
+
+def _settle(jobs: Sequence[_Job], outcomes: Sequence[Any], engine: Engine) -> None:
+    engine.queries += sum(job.work.rows > 0 for job in jobs)
+    engine.shared_passes += len(jobs) > 1
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        if job.done.done():
+            continue
+        if isinstance(outcome, BaseException):
+            job.done.set_exception(outcome)
+        else:
+            job.done.set_result(outcome)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
+    """Call a function on the loop, unless the server has stopped meanwhile."""
+    try:
+        loop.call_soon_threadsafe(function, *args)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise

@@ -1,0 +1,240 @@
+"""What an ATTEND.PREFIX query asks for: checked against its slot, and computed.
+
+Letters: H query heads, H_kv KV heads, N prefix tokens, M query tokens, S suffix tokens,
+D head dimension. Both lanes build the same objects, so their replies are the same bytes.
+Whatever arrives is float32, as is every reply.
+
+A request is built from sizes and blobs (CommandError for blobs of another size), bound to
+what is resident (CommandError where H or D differ), and then computed by the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.kernels import api
+from pion_vllm_mlx.kernels.prefix import MAX_HEADS, MAX_KV_HEADS
+from pion_vllm_mlx.server.attention.engine import Call
+from pion_vllm_mlx.server.attention.resident import Blob, Floats, Resident, check_dim
+
+#: a query of more tokens gains nothing from company.
+_MOST_SHARED_ROWS = 16
+
+Arrays = list[NDArray[Any]]
+
+
+def raw(array: NDArray[Any]) -> memoryview:
+    """The bytes of a reply's array, where it lies."""
+    return np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8).data
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a query says of itself. ``window``: as ``Resident.window`` takes it."""
+
+    where: str
+    heads: int
+    kv_heads: int
+    dim: int
+    window: int
+
+    def __post_init__(self) -> None:
+        check_dim(self.dim)
+        limits = (("H_q", self.heads, MAX_HEADS), ("H_kv", self.kv_heads, MAX_KV_HEADS))
+        for name, heads, most in limits:
+            if not 1 <= heads <= most:
+                raise CommandError(f"{self.where}: {name} must be 1 to {most}")
+
+    def blob(self, name: str, data: Blob, *shape: int) -> Floats:
+        """A blob of that shape as an aligned array. Raises CommandError."""
+        wanted = 4 * int(np.prod(shape, dtype=np.int64))
+        if len(data) != wanted:
+            raise CommandError(f"{self.where}: {name} blob size {len(data)} instead of {wanted}")
+        # inside of a frame a blob may begin anywhere; kernels want whole words
+        return np.require(np.frombuffer(data, "<f4"), requirements="A").reshape(shape)
+
+    def queries(self, data: Blob) -> Floats:
+        """Q as ``[H, M, D]``, M from its length. Raises CommandError."""
+        row = 4 * self.heads * self.dim
+        if not data or len(data) % row:
+            raise CommandError(
+                f"{self.where}: Q blob size {len(data)} instead of a multiple of {row}"
+            )
+        return self.blob("Q", data, self.heads, len(data) // row, self.dim)
+
+    def suffix(self, tokens: int, keys: Blob, values: Blob) -> api.Suffix | None:
+        """K and V of the suffix; None when there is none. Raises CommandError."""
+        shape = self.kv_heads, tokens, self.dim
+        k, v = self.blob("K_suf", keys, *shape), self.blob("V_suf", values, *shape)
+        return api.Suffix(k, v) if tokens else None
+
+    def head_map(self, data: Blob) -> NDArray[np.uint8] | None:
+        """The map of query heads to KV heads, None for the identity. Raises CommandError."""
+        if not data:
+            if self.heads != self.kv_heads:
+                raise CommandError(f"{self.where}: head_map is needed where H_q is not H_kv")
+            return None
+        if len(data) != self.heads:
+            raise CommandError(
+                f"{self.where}: head_map blob size {len(data)} instead of {self.heads}"
+            )
+        found = np.frombuffer(data, np.uint8)
+        if int(found.max()) >= self.kv_heads:
+            raise CommandError(
+                f"{self.where}: head_map names head {found.max()} of {self.kv_heads}"
+            )
+        if self.heads == self.kv_heads and bool((found == np.arange(self.heads)).all()):
+            return None
+        return found
+
+    def check(self, resident: Resident) -> int:
+        """The window over what is resident. Raises CommandError where H or D differ."""
+        if (self.kv_heads, self.dim) != (resident.heads, resident.dim):
+            raise CommandError(
+                f"ATTEND.PREFIX: shape mismatch, H={resident.heads} D={resident.dim} are stored, "
+                f"not H={self.kv_heads} D={self.dim}"
+            )
+        return resident.window(self.window)
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Every query sees the whole windowed prefix, and of a suffix what is not after it.
+
+    ``with_lse``: the log-sum-exp follows the output where M > 1.
+    """
+
+    sizes: Sizes
+    q: Floats
+    head_map: NDArray[np.uint8] | None
+    suffix: api.Suffix | None = None
+    with_lse: bool = False
+
+    def bound(self, resident: Resident) -> BoundDense:
+        """With its slot. Raises CommandError where it does not fit."""
+        return BoundDense(self, resident.prefix, self.sizes.check(resident))
+
+    def reply(self, found: api.Attended) -> Arrays:
+        """What is sent of a result."""
+        trailer = self.with_lse and self.q.shape[1] > 1
+        return [found.out, found.lse] if trailer else [found.out]
+
+
+@dataclass(frozen=True)
+class BoundDense:
+    """A dense query and its K/V."""
+
+    asked: Dense
+    prefix: api.Prefix
+    window: int
+
+    @property
+    def rows(self) -> int:
+        return int(self.asked.q.shape[1])
+
+    @property
+    def group(self) -> Hashable:
+        """Queries of one layer, window and head map share a pass: a suffix only of one query."""
+        if self.rows > (1 if self.asked.suffix else _MOST_SHARED_ROWS):
+            return None
+        heads = b"" if self.asked.head_map is None else self.asked.head_map.tobytes()
+        return id(self.prefix), self.window, heads, self.asked.sizes.heads
+
+    def alone(self) -> Arrays:
+        asked = self.asked
+        if asked.suffix is None:
+            found = api.attend(asked.q, self.prefix, asked.head_map, self.window)
+        else:
+            found = api.attend_fused(
+                asked.q, self.prefix, asked.suffix, asked.head_map, self.window
+            )
+        return asked.reply(found)
+
+    def together(self, others: Sequence[BoundDense]) -> list[Arrays]:
+        """One pass over the prefix; each suffix is attended for itself and merged."""
+        all_of_us = [self.asked, *(other.asked for other in others)]
+        q = np.concatenate([asked.q for asked in all_of_us], axis=1)
+        found = api.attend(q, self.prefix, self.asked.head_map, self.window)
+        replies, at = [], 0
+        for asked in all_of_us:
+            rows = slice(at, at + asked.q.shape[1])
+            part = api.Attended(
+                np.ascontiguousarray(found.out[:, rows]), np.ascontiguousarray(found.lse[:, rows])
+            )
+            at = rows.stop
+            if asked.suffix is not None:
+                own = api.dense_prefix(asked.suffix.keys, asked.suffix.values)
+                part = api.merge([part, api.attend(asked.q, own, asked.head_map)])
+            replies.append(asked.reply(part))
+        return replies
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Head h of one query sees the tokens ``indices[h, :counts[h]]``."""
+
+    sizes: Sizes
+    q: Floats
+    indices: NDArray[np.int32]
+    counts: NDArray[np.uint32]
+
+    @classmethod
+    def of(cls, sizes: Sizes, most: int, q: Blob, indices: Blob, counts: Blob) -> Sparse:
+        """From blobs, ``most`` indices a head. Raises CommandError."""
+        heads = sizes.heads
+        row = sizes.blob("indices", indices, heads, most).view("<i4")
+        used = sizes.blob("counts", counts, heads).view("<u4")
+        if int(used.max()) > most:
+            raise CommandError(f"{sizes.where}: counts name {used.max()} of {most} indices")
+        return cls(sizes, sizes.blob("Q", q, heads, sizes.dim), row, used)
+
+    def bound(self, resident: Resident) -> Call[Arrays]:
+        """With its slot. Raises CommandError where it does not fit."""
+        window = self.sizes.check(resident)
+        indices, counts = self.indices, self.counts
+        inside = (indices >= 0) & (indices < resident.tokens)
+        used = np.arange(indices.shape[1]) < counts[:, None]
+        if not bool((inside | ~used).all()):
+            raise CommandError(f"{self.sizes.where}: an index is outside of the prefix")
+        if resident.absent:
+            # what is absent lies before the window, or the window would have been refused
+            used &= indices >= resident.absent
+            order = np.argsort(~used, axis=1, kind="stable")
+            indices = np.take_along_axis(indices, order, axis=1) - np.int32(resident.absent)
+            counts = used.sum(axis=1).astype(np.uint32)
+        q, prefix = self.q, resident.prefix
+        return Call(
+            lambda: [api.attend_sparse(q, prefix, indices, counts, window=window).out], rows=1
+        )
+
+
+@dataclass(frozen=True)
+class Auto:
+    """One query sees the blocks that its keys choose, the tail, and a suffix."""
+
+    sizes: Sizes
+    q: Floats
+    head_map: NDArray[np.uint8] | None
+    selection: api.Selection
+    suffix: api.Suffix | None = None
+
+    def bound(self, resident: Resident) -> Call[Arrays]:
+        """With its slot. Raises CommandError where it does not fit."""
+        window = self.sizes.check(resident)
+        return Call(lambda: [self._attend(resident.prefix, window).out], rows=1)
+
+    def _attend(self, prefix: api.Prefix, window: int) -> api.Attended:
+        if self.suffix is None:
+            return api.attend_sparse_auto(self.q, prefix, self.selection, self.head_map, window)
+        return api.attend_sparse_auto_fused(
+            self.q, prefix, self.suffix, self.selection, self.head_map, window
+        )
+
+
+Request = Dense | Sparse | Auto

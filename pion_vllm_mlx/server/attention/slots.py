@@ -1,0 +1,186 @@
+"""Which (session, layer) has its K/V resident: WARM slots, and the COLD registry behind them.
+
+::
+
+    MISSING --put--> WARM --a limit is reached--> COLD --the registry is full--> MISSING
+                       ^--------------put---------'
+
+WARM holds K/V, COLD only says that the key was WARM once and of what shape. All limits
+give up the least recently used; where there are tenants, the owner with the most gives
+first. Nothing here is logged or saved: it is a cache, and a restart leaves it empty.
+Belongs to the event loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from pion_vllm_mlx.errors import ColdMiss, OutOfMemory
+from pion_vllm_mlx.server.memory.attend_index import NotStored
+
+MAX_WARM = 256
+MAX_COLD = 1024
+
+
+class Key(NamedTuple):
+    """What a slot is found by."""
+
+    sid: bytes
+    layer: int
+
+
+class Held(Protocol):
+    """K/V of one layer, in memory. ``nbytes`` may grow by what queries derive from them."""
+
+    @property
+    def heads(self) -> int: ...
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def dim(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+HeldT = TypeVar("HeldT", bound=Held)
+
+
+@dataclass(frozen=True)
+class Slot(Generic[HeldT]):
+    """A WARM entry. ``source``: the namespace whose stored rows it was made from, if any."""
+
+    held: HeldT
+    source: bytes = b""
+
+
+@dataclass(frozen=True)
+class ColdEntry:
+    """What is left of a demoted slot."""
+
+    heads: int
+    tokens: int
+    dim: int
+    source: bytes
+
+
+@dataclass
+class Demotions:
+    """What happened since the start."""
+
+    demotions: int = 0
+    rehydrates: int = 0
+
+
+class SlotTable(Generic[HeldT]):
+    """All slots of a worker, least recently used first. ``budget`` in bytes, 0 for none."""
+
+    def __init__(self, budget: int = 0, max_warm: int = MAX_WARM, max_cold: int = MAX_COLD) -> None:
+        self.budget = budget
+        self.max_warm = max_warm
+        self.max_cold = max_cold
+        self.warm: OrderedDict[Key, Slot[HeldT]] = OrderedDict()
+        self.cold: OrderedDict[Key, ColdEntry] = OrderedDict()
+        self.counters = Demotions()
+        #: whose a session is: of several owners the one with the most gives up a slot first
+        self.owner: Callable[[bytes], bytes] | None = None
+
+    # -- asking ----------------------------------------------------------------
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is resident."""
+        return sum(slot.held.nbytes for slot in self.warm.values())
+
+    def state(self, key: Key) -> str:
+        """``HIT``, ``COLD`` or ``MISS``; does not count as access."""
+        if key in self.warm:
+            return "HIT"
+        return "COLD" if key in self.cold else "MISS"
+
+    def find(self, key: Key) -> Slot[HeldT]:
+        """The resident slot; does not count as access. Raises ColdMiss, NotStored."""
+        slot = self.warm.get(key)
+        if slot is not None:
+            return slot
+        if key in self.cold:
+            raise ColdMiss("the K/V of this layer is not resident, KV.PREFIX.WARM brings it back")
+        raise NotStored("session not found")
+
+    def touch(self, key: Key, slot: Slot[HeldT]) -> None:
+        """A query was answered from ``slot``; without effect where another one took its place."""
+        if self.warm.get(key) is slot:
+            self.warm.move_to_end(key)
+
+    # -- changing --------------------------------------------------------------
+
+    def check_fits(self, nbytes: int) -> None:
+        """Raise OutOfMemory for what would not fit the budget even alone."""
+        if self.budget and nbytes > self.budget:
+            raise OutOfMemory(
+                f"{nbytes} bytes of attention K/V do not fit --attend-budget {self.budget}"
+            )
+
+    def put(self, key: Key, slot: Slot[HeldT], *, rehydrates: bool = False) -> None:
+        """Make ``key`` WARM, the most recently used; others are demoted to make room.
+
+        ``rehydrates``: it comes back from stored rows, which counts where it was COLD.
+        Raises OutOfMemory, and then nothing has changed, for what does not fit at all.
+        """
+        self.check_fits(slot.held.nbytes)
+        self.warm.pop(key, None)
+        if self.cold.pop(key, None) is not None and rehydrates:
+            self.counters.rehydrates += 1
+        while len(self.warm) >= self.max_warm:
+            self._demote(key, by_bytes=False)
+        self.warm[key] = slot
+        self.fit(key)
+
+    def fit(self, newest: Key) -> None:
+        """Demote until the budget holds; ``newest`` stays."""
+        if not self.budget:
+            return
+        excess = self.nbytes - self.budget
+        while excess > 0 and len(self.warm) > 1:
+            excess -= self._demote(newest, by_bytes=True)
+
+    def _demote(self, newest: Key, *, by_bytes: bool) -> int:
+        """Take one slot's K/V away, never that of ``newest``; the bytes that came free."""
+        weights = {key: slot.held.nbytes if by_bytes else 1 for key, slot in self.warm.items()}
+        victim = self._victim(weights, newest)
+        slot = self.warm.pop(victim)
+        held = slot.held
+        while len(self.cold) >= self.max_cold:
+            del self.cold[self._victim(dict.fromkeys(self.cold, 1), victim)]
+        self.cold[victim] = ColdEntry(held.heads, held.tokens, held.dim, slot.source)
+        self.counters.demotions += 1
+        return held.nbytes
+
+    def _victim(self, weights: Mapping[Key, int], newest: Key) -> Key:
+        """The first key, in order of use, of the owner with the greatest weight."""
+        candidates = (key for key in weights if key != newest)
+        if self.owner is None:
+            return next(candidates)
+        owners = {key: self.owner(key.sid) for key in (*weights, newest)}
+        totals = Counter({owners[newest]: 1})
+        for key, weight in weights.items():
+            totals[owners[key]] += weight
+        return max(candidates, key=lambda key: totals[owners[key]])
+
+    def forget(self, namespaces: Iterable[bytes]) -> None:
+        """Dropped namespaces take along what was made from them, and the sessions of their name.
+
+        Those are ``ns`` itself and ``ns_attn``; they become MISSING.
+        """
+        gone = set(namespaces)
+        names = gone | {namespace + b"_attn" for namespace in gone}
+        for table in (self.warm, self.cold):
+            entries: list[tuple[Key, Slot[HeldT] | ColdEntry]] = list(table.items())
+            for key, entry in entries:
+                if key.sid in names or entry.source in gone:
+                    del table[key]

@@ -1,0 +1,104 @@
+"""KV.PREFIX.WARM: the layers of a namespace, from its stored rows into the attention cache."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from pion_vllm_mlx.errors import CommandError, OutOfMemory
+from pion_vllm_mlx.server import arguments
+from pion_vllm_mlx.server.attention import warming
+from pion_vllm_mlx.server.attention.resident import Resident, check_dim
+from pion_vllm_mlx.server.attention.slots import Key
+from pion_vllm_mlx.server.attention.warming import LayerPair
+from pion_vllm_mlx.server.command import Reply, command
+from pion_vllm_mlx.server.commands.attend_prefix import dim_of, heads_of
+from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.server.store.index import Session
+from pion_vllm_mlx.wire.resp import Arg, Simple
+
+WHERE = "KV.PREFIX.WARM"
+_NOT_FOUND = f"{WHERE} session not found"
+#: how often rows are read again that were moved or replaced while they were read.
+_ATTEMPTS = 5
+
+
+@command(
+    WHERE,
+    -4,
+    "Makes the stored rows of a namespace resident for attention; how many layers.",
+    syntax="ns heads dim [attend_sid]",
+    kvcache=True,
+    home="namespace",
+    keys=(1, 1),
+    tenant=True,
+    grows=True,
+)
+async def kv_prefix_warm(context: Context, args: list[Arg]) -> Reply:
+    arguments.at_most(args, 5, WHERE)
+    namespace = arguments.sid(args[1])
+    heads, dim = heads_of(args[2], "H"), dim_of(args[3])
+    check_dim(dim)
+    target = _target(context, namespace, args[4:])
+    sides = context.sides(namespace)
+    if len(sides) < 2 or not await context.store.verified(sides):
+        raise CommandError(_NOT_FOUND)
+    fitting, others = [], 0
+    for layer, keys in sorted(sides[0].layers.items()):
+        values = sides[1].layers.get(layer)
+        if values is None:
+            continue
+        pair = LayerPair.of(layer, keys, values)
+        if not pair.fits(heads, dim):
+            others += 1
+        elif pair.absent < pair.tokens:
+            fitting.append(pair)
+    _check_budget(context, fitting, dim)
+    for pair in fitting:
+        resident = await _read(context, sides, pair, heads, dim)
+        await context.server.attention.put(Key(target, pair.layer), resident, namespace)
+    return Simple(f"{len(fitting)} skipped_dim={others}" if others else str(len(fitting)))
+
+
+def _target(context: Context, namespace: bytes, args: list[Arg]) -> bytes:
+    """The attention session, as it is stored: the namespace unless another one is named."""
+    if not args:
+        return namespace
+    name = arguments.sid(args[0])
+    arguments.check_prefix([name], context.server.config.ns_prefix)
+    return context.stored(name)
+
+
+def _check_budget(context: Context, pairs: list[LayerPair], dim: int) -> None:
+    """Raise OutOfMemory where the layers would push out each other."""
+    attention = context.server.attention
+    dtype, budget = attention.settings.dtype, attention.slots.budget
+    total = sum(pair.kept_bytes(dtype, dim) for pair in pairs)
+    if budget and total > budget:
+        raise OutOfMemory(f"{WHERE}: {total} bytes do not fit --attend-budget {budget}")
+
+
+async def _read(
+    context: Context, sides: list[Session], pair: LayerPair, heads: int, dim: int
+) -> Resident:
+    """K/V of a layer as its rows are at one moment. Raises CommandError."""
+    dtype = context.server.attention.settings.dtype
+    keys, values = sides
+    for _ in range(_ATTEMPTS):
+        failed: OSError | None = None
+        resident: Resident | None = None
+        try:
+            resident = await context.store.run(partial(warming.read, pair, heads, dim, dtype))
+        except OSError as error:
+            failed = error
+        if any(context.live(side.sid) is not side for side in sides):
+            raise CommandError(_NOT_FOUND)
+        now_keys, now_values = keys.layers.get(pair.layer), values.layers.get(pair.layer)
+        if now_keys is None or now_values is None:
+            break
+        current = pair.is_current(now_keys, now_values)
+        if resident is not None and current:
+            return resident
+        if failed is not None and current:
+            raise CommandError(f"{WHERE}: the stored rows cannot be read now: {failed.strerror}")
+        pair = LayerPair.of(pair.layer, now_keys, now_values)
+    raise CommandError(f"{WHERE}: the rows of layer {pair.layer} change, try again")

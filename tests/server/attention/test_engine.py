@@ -1,0 +1,208 @@
+"""The engine: one thread, in order, and queries of one layer in one pass over its K/V."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.kernels import api
+from pion_vllm_mlx.server.attention.engine import MAX_ROWS, Engine
+from pion_vllm_mlx.server.attention.requests import Dense, Sizes
+from pion_vllm_mlx.server.attention.resident import Resident, from_floats
+from tests.server.attention import oracle
+from tests.server.attention.asking import Floats, normal
+
+KEYS, VALUES = normal(1, 2, 200, 32), normal(2, 2, 200, 32)
+
+
+def run(work: Callable[[Engine], Coroutine[Any, Any, None]]) -> None:
+    async def inside() -> None:
+        engine = Engine()
+        try:
+            await work(engine)
+        finally:
+            engine.close()
+
+    asyncio.run(inside())
+
+
+@asynccontextmanager
+async def held_up(engine: Engine) -> AsyncIterator[None]:
+    """The thread is busy until the block ends."""
+    go = threading.Event()
+    busy = asyncio.ensure_future(engine.call(go.wait))
+    await asyncio.sleep(0)
+    try:
+        yield
+    finally:
+        go.set()
+        await busy
+
+
+def resident() -> Resident:
+    return from_floats(KEYS, VALUES, "fp32")
+
+
+def dense(q: Floats, suffix: api.Suffix | None = None, window: int = 0) -> Dense:
+    return Dense(Sizes("X", 2, 2, 32, window), q, None, suffix, with_lse=True)
+
+
+def test_everything_runs_on_one_thread_in_order() -> None:
+    async def work(engine: Engine) -> None:
+        seen: list[tuple[int, str]] = []
+        calls = [lambda n=n: seen.append((n, threading.current_thread().name)) for n in range(50)]
+        await asyncio.gather(*(engine.call(one) for one in calls))
+        assert [n for n, _ in seen] == list(range(50))
+        assert len({name for _, name in seen}) == 1
+        assert seen[0][1] != threading.current_thread().name
+        assert engine.queries == 0
+
+    run(work)
+
+
+@pytest.mark.parametrize("suffix", [0, 5])
+def test_waiting_queries_of_one_layer_share_a_pass_and_are_right(suffix: int) -> None:
+    async def work(engine: Engine) -> None:
+        slot = resident()
+        more = [(normal(50 + n, 2, suffix, 32), normal(80 + n, 2, suffix, 32)) for n in range(9)]
+        queries = [normal(10 + n, 2, 1, 32) for n in range(9)]
+        requests = [
+            dense(q, api.Suffix(*one) if suffix else None)
+            for q, one in zip(queries, more, strict=True)
+        ]
+        async with held_up(engine):
+            waiting = [
+                asyncio.ensure_future(engine.compute(request.bound(slot))) for request in requests
+            ]
+            await asyncio.sleep(0.05)
+            assert not any(one.done() for one in waiting)
+        found = await asyncio.gather(*waiting)
+        assert (engine.queries, engine.shared_passes) == (9, 1)
+        for q, one, (out,) in zip(queries, more, found, strict=True):
+            wanted = oracle.fused(q, (KEYS, VALUES), one)
+            np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
+
+    run(work)
+
+
+def test_batches_that_share_a_pass_keep_their_own_log_sum_exp() -> None:
+    async def work(engine: Engine) -> None:
+        slot = resident()
+        queries = [normal(n, 2, rows, 32) for n, rows in enumerate((3, 1, 16, 2))]
+        async with held_up(engine):
+            waiting = [asyncio.ensure_future(engine.compute(dense(q).bound(slot))) for q in queries]
+            await asyncio.sleep(0.05)
+        assert engine.queries + sum(not one.done() for one in waiting) >= 4
+        for q, arrays in zip(queries, await asyncio.gather(*waiting), strict=True):
+            out, lse = oracle.dense(q, KEYS, VALUES)
+            np.testing.assert_allclose(arrays[0], out, rtol=0, atol=1e-5)
+            assert len(arrays) == (1 if q.shape[1] == 1 else 2)
+            if len(arrays) == 2:
+                np.testing.assert_allclose(arrays[1], lse, rtol=0, atol=1e-5)
+        assert engine.shared_passes == 1
+
+    run(work)
+
+
+def test_what_differs_shares_nothing() -> None:
+    async def work(engine: Engine) -> None:
+        slot, other = resident(), resident()
+        q = normal(3, 2, 1, 32)
+        mapped = Dense(Sizes("X", 2, 2, 32, 0), q, np.array([1, 0], np.uint8), None)
+        bounds = [
+            dense(q).bound(slot),
+            dense(q).bound(other),
+            dense(q, window=50).bound(slot),
+            mapped.bound(slot),
+            dense(normal(4, 2, 40, 32)).bound(slot),
+        ]
+        async with held_up(engine):
+            waiting = [asyncio.ensure_future(engine.compute(one)) for one in bounds]
+            await asyncio.sleep(0.05)
+        found = await asyncio.gather(*waiting)
+        assert (engine.queries, engine.shared_passes) == (5, 0)
+        np.testing.assert_allclose(
+            found[2][0], oracle.dense(q, KEYS, VALUES, window=50)[0], rtol=0, atol=1e-5
+        )
+        np.testing.assert_allclose(
+            found[3][0], oracle.dense(q, KEYS, VALUES, [1, 0])[0], rtol=0, atol=1e-5
+        )
+
+    run(work)
+
+
+def test_nan_of_one_client_stays_out_of_the_others_answers() -> None:
+    async def work(engine: Engine) -> None:
+        slot = resident()
+        queries = [normal(20 + n, 2, 1, 32) for n in range(4)]
+        queries[1][0, 0, 3] = np.nan
+        async with held_up(engine):
+            waiting = [asyncio.ensure_future(engine.compute(dense(q).bound(slot))) for q in queries]
+            await asyncio.sleep(0.05)
+        found = [arrays[0] for arrays in await asyncio.gather(*waiting)]
+        assert engine.shared_passes == 1
+        assert np.isnan(found[1][0]).all() and not np.isnan(found[1][1]).any()
+        for n in (0, 2, 3):
+            wanted, _ = oracle.dense(queries[n], KEYS, VALUES)
+            np.testing.assert_allclose(found[n], wanted, rtol=0, atol=1e-5)
+
+    run(work)
+
+
+def test_a_pass_has_an_end() -> None:
+    async def work(engine: Engine) -> None:
+        slot = resident()
+        count = MAX_ROWS * 2 + 3
+        async with held_up(engine):
+            waiting = [
+                asyncio.ensure_future(engine.compute(dense(normal(n, 2, 1, 32)).bound(slot)))
+                for n in range(count)
+            ]
+            await asyncio.sleep(0.05)
+        await asyncio.gather(*waiting)
+        assert (engine.queries, engine.shared_passes) == (count, 3)
+
+    run(work)
+
+
+def test_a_query_that_fails_fails_alone() -> None:
+    async def work(engine: Engine) -> None:
+        slot = resident()
+        good, bad = dense(normal(5, 2, 1, 32)), dense(normal(6, 2, 1, 32), api.Suffix(KEYS, KEYS))
+        broken = Dense(bad.sizes, bad.q, None, api.Suffix(KEYS[:1], KEYS[:1]))
+        async with held_up(engine):
+            waiting = [
+                asyncio.ensure_future(engine.compute(one.bound(slot)))
+                for one in (good, broken, good)
+            ]
+            await asyncio.sleep(0.05)
+        answers = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(answers[1], CommandError)
+        for answer in (answers[0], answers[2]):
+            assert isinstance(answer, list)
+            wanted, _ = oracle.dense(good.q, KEYS, VALUES)
+            np.testing.assert_allclose(answer[0], wanted, rtol=0, atol=1e-5)
+
+    run(work)
+
+
+def test_who_has_left_is_not_waited_for() -> None:
+    async def work(engine: Engine) -> None:
+        slot = resident()
+        async with held_up(engine):
+            gone = asyncio.ensure_future(engine.compute(dense(normal(7, 2, 1, 32)).bound(slot)))
+            stays = asyncio.ensure_future(engine.compute(dense(normal(8, 2, 1, 32)).bound(slot)))
+            await asyncio.sleep(0)
+            gone.cancel()
+        assert (await stays)[0].shape == (2, 1, 32)
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+
+    run(work)

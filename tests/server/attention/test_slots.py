@@ -1,0 +1,143 @@
+"""The slot table: who is WARM, COLD or MISSING, and every counter exact."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from pion_vllm_mlx.errors import ColdMiss, OutOfMemory
+from pion_vllm_mlx.server.attention.slots import Key, Slot, SlotTable
+from pion_vllm_mlx.server.memory.attend_index import NotStored
+
+
+@dataclass
+class Rows:
+    """K/V that only have a size."""
+
+    nbytes: int = 10
+    heads: int = 1
+    tokens: int = 1
+    dim: int = 32
+
+
+def key(number: int, owner: str = "s") -> Key:
+    return Key(f"{owner}:{number}".encode(), 0)
+
+
+def slot(nbytes: int = 10, source: bytes = b"") -> Slot[Rows]:
+    return Slot(Rows(nbytes), source)
+
+
+def states(table: SlotTable[Rows], *numbers: int) -> list[str]:
+    return [table.state(key(number)) for number in numbers]
+
+
+def test_the_least_recently_used_slot_becomes_cold() -> None:
+    table: SlotTable[Rows] = SlotTable(max_warm=3)
+    for number in range(3):
+        table.put(key(number), slot())
+    table.touch(key(0), table.find(key(0)))
+    assert table.state(key(1)) == "HIT"  # asking is no access
+    table.put(key(3), slot())
+    assert states(table, 0, 1, 2, 3, 4) == ["HIT", "COLD", "HIT", "HIT", "MISS"]
+    assert table.counters.demotions == 1
+    with pytest.raises(ColdMiss):
+        table.find(key(1))
+    with pytest.raises(NotStored):
+        table.find(key(4))
+
+
+def test_only_warming_a_cold_key_counts_as_rehydrated() -> None:
+    table: SlotTable[Rows] = SlotTable(max_warm=1)
+    table.put(key(0), slot(), rehydrates=True)  # was missing
+    table.put(key(1), slot())
+    table.put(key(0), slot())  # a store: 0 was cold
+    assert table.counters.rehydrates == 0
+    table.put(key(1), slot(), rehydrates=True)
+    table.put(key(1), slot(), rehydrates=True)  # is warm
+    assert table.counters.rehydrates == 1
+    assert states(table, 0, 1) == ["COLD", "HIT"] and len(table.cold) == 1
+
+
+def test_the_oldest_cold_entry_is_missing_when_the_registry_is_full() -> None:
+    table: SlotTable[Rows] = SlotTable(max_warm=1, max_cold=2)
+    for number in range(4):
+        table.put(key(number), slot())
+    assert states(table, 0, 1, 2, 3) == ["MISS", "COLD", "COLD", "HIT"]
+    table.put(key(1), slot())
+    assert states(table, 0, 1, 2, 3) == ["MISS", "HIT", "COLD", "COLD"]
+    assert table.counters.demotions == 4
+
+
+def test_the_budget_demotes_until_it_fits_and_never_what_has_just_come() -> None:
+    table: SlotTable[Rows] = SlotTable(budget=30)
+    for number in range(3):
+        table.put(key(number), slot())
+    table.put(key(3), slot(15))
+    assert states(table, 0, 1, 2, 3) == ["COLD", "COLD", "HIT", "HIT"]
+    table.put(key(4), slot(30))
+    assert states(table, 2, 3, 4) == ["COLD", "COLD", "HIT"] and table.nbytes == 30
+    with pytest.raises(OutOfMemory):
+        table.put(key(4), slot(31))
+    assert states(table, 4) == ["HIT"] and table.nbytes == 30
+
+
+def test_what_a_query_derives_counts_against_the_budget() -> None:
+    table: SlotTable[Rows] = SlotTable(budget=25)
+    table.put(key(0), slot())
+    table.put(key(1), slot())
+    table.find(key(1)).held.nbytes = 20
+    table.fit(key(1))
+    assert states(table, 0, 1) == ["COLD", "HIT"]
+    table.find(key(1)).held.nbytes = 99
+    table.fit(key(1))
+    assert states(table, 1) == ["HIT"]
+
+
+def test_an_answer_from_a_replaced_slot_is_no_access_to_the_new_one() -> None:
+    table: SlotTable[Rows] = SlotTable(max_warm=2)
+    table.put(key(0), slot())
+    old = table.find(key(0))
+    table.put(key(0), slot())
+    table.put(key(1), slot())
+    table.touch(key(0), old)
+    table.put(key(2), slot())
+    assert states(table, 0, 1, 2) == ["COLD", "HIT", "HIT"]
+
+
+def test_the_owner_with_the_most_gives_first() -> None:
+    table: SlotTable[Rows] = SlotTable(max_warm=4, max_cold=2)
+    table.owner = lambda sid: sid[:1]
+    table.put(key(0, "quiet"), slot())
+    for number in range(8):
+        table.put(key(number, "busy"), slot())
+    assert table.state(key(0, "quiet")) == "HIT"
+    assert [k.sid for k in table.warm if k.sid.startswith(b"busy")] == [
+        b"busy:5",
+        b"busy:6",
+        b"busy:7",
+    ]
+    table.put(key(1, "quiet"), slot())
+    assert [table.state(key(n, "quiet")) for n in (0, 1)] == ["HIT", "HIT"]
+
+
+def test_the_owner_with_the_most_bytes_gives_first() -> None:
+    table: SlotTable[Rows] = SlotTable(budget=100)
+    table.owner = lambda sid: sid[:1]
+    table.put(key(0, "big"), slot(80))
+    for number in range(3):
+        table.put(key(number, "small"), slot(10))
+    assert table.state(key(0, "big")) == "COLD" and len(table.warm) == 3
+
+
+def test_a_dropped_namespace_takes_its_sessions_and_what_was_made_of_it() -> None:
+    table: SlotTable[Rows] = SlotTable(max_warm=4)
+    names = [b"ns", b"ns_attn", b"other", b"ns2", b"ns", b"mine"]
+    for layer, name in enumerate(names):
+        source = b"ns" if name == b"mine" else b""
+        table.put(Key(name, layer), slot(source=source))
+    assert [table.state(Key(n, i)) for i, n in enumerate(names)] == ["COLD"] * 2 + ["HIT"] * 4
+    table.forget([b"ns"])
+    found = [table.state(Key(n, i)) for i, n in enumerate(names)]
+    assert found == ["MISS", "MISS", "HIT", "HIT", "MISS", "MISS"]
