@@ -57,6 +57,7 @@ __all__ = [
     "attend_sparse_auto",
     "attend_sparse_auto_fused",
     "dense_prefix",
+    "device_prefix",
     "merge",
     "select_blocks",
 ]
@@ -73,6 +74,14 @@ def dense_prefix(keys: Array, values: Array, dtype: str | None = None) -> Prefix
         return prefix
     to = transfer.converter(keys, dtype)
     return Prefix(to(keys), to(values), prefix.num_tokens)
+
+
+def device_prefix(prefix: Prefix) -> Prefix:
+    """The same prefix in mlx arrays, for kernels of mlx's device; itself where it is already.
+
+    The memory is mlx's own then: the numpy arrays may go.  Needs mlx.
+    """
+    return transfer.device_prefix(prefix)
 
 
 def attend(q: Array, prefix: Prefix, head_map: Array | None = None, window: int = 0) -> Attended:

@@ -20,7 +20,7 @@ def check_query(q: Array, prefix: Prefix, *, batched: bool) -> None:
     """Raise CommandError unless Q is ``[H_q, D]``, or ``[H_q, M, D]`` where ``batched``."""
     axes = len(q.shape)
     if axes != 2 and not (batched and axes == 3):
-        raise CommandError(f"shape mismatch: Q {shape_text(q)}")
+        raise CommandError(f"shape mismatch: Q {shape_text(q.shape)}")
     check_values("Q", q)
     if axes == 3 and q.shape[1] < 1:
         raise CommandError("Q must hold at least one query (M=0)")
@@ -36,7 +36,7 @@ def check_suffix(suffix: Suffix, prefix: Prefix) -> None:
     fits = tuple(keys.shape) == tuple(values.shape) and len(keys.shape) == 3
     if not fits or (keys.shape[0], keys.shape[2]) != (prefix.num_kv_heads, prefix.head_dim):
         raise CommandError(
-            f"shape mismatch: suffix K {shape_text(keys)}, V {shape_text(values)},"
+            f"shape mismatch: suffix K {shape_text(keys.shape)}, V {shape_text(values.shape)},"
             f" the prefix has H_kv={prefix.num_kv_heads}, D={prefix.head_dim}"
         )
     check_values("suffix K", keys)

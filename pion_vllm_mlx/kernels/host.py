@@ -6,7 +6,7 @@ read from memory is what is held, and the float32 copy stays in the processor's 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -79,12 +79,10 @@ class Rows:
         blocks = self.table[tokens // page]
         return self._converted(lambda array: array[blocks, kv_heads, tokens % page])
 
-    def _converted(self, pick: Any) -> Floats:
-        side = self.side
-        if not isinstance(side, Affine):
-            return widened(pick(side))
-        arrays = (pick(array) for array in (side.codes, side.scales, side.biases))
-        return dequantized(Affine(*arrays, bits=side.bits, group=side.group))
+    def _converted(self, pick: Callable[[NDArray[Any]], NDArray[Any]]) -> Floats:
+        if isinstance(self.side, Affine):
+            return dequantized(self.side.mapped(pick))
+        return widened(pick(self.side))
 
     def _joined(self, array: NDArray[Any], ranges: Sequence[Range]) -> NDArray[Any]:
         pieces = [piece for run in ranges for piece in self._pieces(array, run)]

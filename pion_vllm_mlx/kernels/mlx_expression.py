@@ -8,9 +8,8 @@ are ``mx.quantized_matmul``.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -78,12 +77,9 @@ def _quantized(left: Array, side: Affine, *, transpose: bool) -> Array:
     )
 
 
-def mapped(side: Side, pick: Any) -> Side:
+def mapped(side: Side, pick: Callable[[Array], Array]) -> Side:
     """``pick`` of the array, or of each of the three of quantized groups."""
-    if not isinstance(side, Affine):
-        return pick(side)
-    arrays = [pick(array) for array in (side.codes, side.scales, side.biases)]
-    return Affine(*arrays, bits=side.bits, group=side.group)
+    return side.mapped(pick) if isinstance(side, Affine) else pick(side)
 
 
 def tokens_from(prefix: Prefix, start: int) -> tuple[Side, Side]:
@@ -254,7 +250,7 @@ class MlxKernels(Kernels):
                 bits=keys.bits,
             )
         num_blocks = keys.shape[1] // block_tokens
-        blocks = keys[:, : num_blocks * block_tokens].unflatten(1, (num_blocks, block_tokens))
+        blocks = mx.unflatten(keys[:, : num_blocks * block_tokens], 1, (num_blocks, block_tokens))
         if selector == "mean":
             found = BlockStatistics(wide(blocks).mean(axis=2))
         else:

@@ -6,6 +6,7 @@ one kind.  numpy knows no bfloat16: there a bf16 array is its bit patterns, ``ui
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -50,6 +51,11 @@ class Affine:
         """The shape of the values, ``[..., D]``."""
         *outer, words = self.codes.shape
         return (*outer, words * 32 // self.bits)
+
+    def mapped(self, pick: Callable[[Array], Array]) -> Affine:
+        """The groups that ``pick`` makes of codes, scales and biases alike."""
+        arrays = pick(self.codes), pick(self.scales), pick(self.biases)
+        return Affine(*arrays, self.bits, self.group)
 
     @property
     def nbytes(self) -> int:
@@ -165,7 +171,9 @@ def check_values(what: str, array: Any) -> None:
 def _check_prefix(prefix: Prefix) -> None:
     keys, values = prefix.keys, prefix.values
     if isinstance(keys, Affine) != isinstance(values, Affine) or keys.shape != values.shape:
-        raise CommandError(f"shape mismatch: K {shape_text(keys)}, V {shape_text(values)}")
+        raise CommandError(
+            f"shape mismatch: K {shape_text(keys.shape)}, V {shape_text(values.shape)}"
+        )
     num_axes = 3 if prefix.table is None else 4
     if len(keys.shape) != num_axes:
         raise CommandError(f"shape mismatch: K has {len(keys.shape)} axes, expected {num_axes}")
@@ -198,9 +206,8 @@ def _check_side(what: str, side: Side) -> None:
     for name, array in (("scales", side.scales), ("biases", side.biases)):
         check_values(f"{what}: {name}", array)
         if tuple(array.shape) != expected:
-            raise CommandError(
-                f"shape mismatch: {what}: {name} {shape_text(array)}, not {expected}"
-            )
+            given, wanted = shape_text(array.shape), shape_text(expected)
+            raise CommandError(f"shape mismatch: {what}: {name} {given}, not {wanted}")
 
 
 def _check_table(prefix: Prefix, table: NDArray[np.int32]) -> None:
@@ -214,6 +221,6 @@ def _check_table(prefix: Prefix, table: NDArray[np.int32]) -> None:
         raise CommandError(f"block table: an entry is outside the pool of {pool} blocks")
 
 
-def shape_text(array: Any) -> str:
+def shape_text(shape: Iterable[int]) -> str:
     """The shape for an error, ``2x300x128``."""
-    return "x".join(str(size) for size in array.shape)
+    return "x".join(str(size) for size in shape)

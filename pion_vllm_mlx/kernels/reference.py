@@ -130,7 +130,7 @@ def block_statistics(
     keys = prefix_values(prefix)[0][:, start:]
     num_heads, num, dim = keys.shape
     num_blocks = num // block_tokens
-    blocks = keys[:, : num_blocks * block_tokens].reshape(num_heads, num_blocks, -1, dim)
+    blocks = keys[:, : num_blocks * block_tokens].reshape(num_heads, num_blocks, block_tokens, dim)
     if selector == "mean":
         return BlockStatistics(blocks.mean(axis=2))
     return BlockStatistics(blocks.max(axis=2), blocks.min(axis=2))

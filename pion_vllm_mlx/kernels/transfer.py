@@ -28,14 +28,14 @@ def to_host(array: Array) -> NDArray[Any]:
     return np.array(array, copy=None)
 
 
-def to_mlx(array: Array, *, bf16: bool = True) -> Array:
-    """A numpy array as an mlx array; ``uint16`` is bf16 unless ``bf16`` is false."""
+def to_mlx(array: Array) -> Array:
+    """A numpy array as an mlx array; ``uint16`` is bf16."""
     if not isinstance(array, np.ndarray):
         return array
     import mlx.core as mx
 
     moved = mx.array(array)
-    return moved.view(mx.bfloat16) if bf16 and moved.dtype == mx.uint16 else moved
+    return moved.view(mx.bfloat16) if moved.dtype == mx.uint16 else moved
 
 
 def like(model: Array, array: Array) -> Array:
@@ -52,15 +52,19 @@ def prefix_for(kernels: Kernels, prefix: Prefix) -> Prefix:
     """``prefix`` in the kind that ``kernels`` work on; the same object where it is already."""
     if prefix.is_host == kernels.host:
         return prefix
-    keys, values = (_side(kernels, side) for side in (prefix.keys, prefix.values))
-    return Prefix(keys, values, prefix.num_tokens, prefix.table)
+    return _moved(prefix, to_host if kernels.host else to_mlx)
 
 
-def _side(kernels: Kernels, side: Side) -> Side:
-    if not isinstance(side, Affine):
-        return array_for(kernels, side)
-    moved = [array_for(kernels, array) for array in (side.codes, side.scales, side.biases)]
-    return Affine(*moved, bits=side.bits, group=side.group)
+def device_prefix(prefix: Prefix) -> Prefix:
+    """``prefix`` in mlx arrays; the same object where it is already."""
+    return _moved(prefix, to_mlx) if prefix.is_host else prefix
+
+
+def _moved(prefix: Prefix, move: Callable[[Array], Array]) -> Prefix:
+    def side(given: Side) -> Side:
+        return given.mapped(move) if isinstance(given, Affine) else move(given)
+
+    return Prefix(side(prefix.keys), side(prefix.values), prefix.num_tokens, prefix.table)
 
 
 def suffix_for(kernels: Kernels, suffix: Suffix | None) -> Suffix | None:
@@ -107,4 +111,5 @@ def _bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
     nan = np.isnan(values)
     if nan.any():
         rounded[nan] = 0x7FC0
-    return rounded.astype(np.uint16)
+    halves: NDArray[np.uint16] = rounded.astype(np.uint16)
+    return halves

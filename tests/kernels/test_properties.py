@@ -1,0 +1,249 @@
+"""What holds between kernels: merges, sparse against dense, needles, NaN, byte equality."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.kernels import api, transfer
+from pion_vllm_mlx.kernels.api import Attended, Prefix, Selection, Suffix
+from tests.kernels import cases
+
+
+@pytest.fixture(params=["reference", "cpu", "mlx"])
+def to(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each implementation in turn; gives the function that makes its kind of array."""
+    monkeypatch.setenv("PION_KERNEL", request.param)
+    if request.param != "mlx":
+        return lambda array: array
+    pytest.importorskip("mlx.core")
+    return transfer.to_mlx
+
+
+def host(found: Attended) -> tuple[Any, Any]:
+    return transfer.to_host(found.out), transfer.to_host(found.lse)
+
+
+def dense(keys: Any, values: Any, to: Any) -> Prefix:
+    return api.dense_prefix(to(np.ascontiguousarray(keys)), to(np.ascontiguousarray(values)))
+
+
+def test_merging_any_split_equals_the_unsplit_result(to: Any, rng: np.random.Generator) -> None:
+    keys, values = rng.standard_normal((2, 3, 500, 64)).astype(np.float32)
+    q = to(3 * rng.standard_normal((3, 5, 64)).astype(np.float32))
+    whole = host(api.attend(q, dense(keys, values, to)))
+    for num_cuts in (1, 2, 7):
+        cuts = np.sort(rng.choice(np.arange(1, 500), num_cuts, replace=False)).tolist()
+        parts = [
+            api.attend(q, dense(keys[:, first:end], values[:, first:end], to))
+            for first, end in zip([0, *cuts], [*cuts, 500], strict=True)
+        ]
+        out, lse = host(api.merge(parts))
+        np.testing.assert_allclose(out, whole[0], atol=1e-5)
+        np.testing.assert_allclose(lse, whole[1], atol=1e-5)
+
+
+def test_a_part_that_saw_nothing_adds_nothing(to: Any, rng: np.random.Generator) -> None:
+    prefix = cases.prefix(rng, (2, 30, 32), "fp32")
+    full = api.attend(to(cases.values(rng, (2, 32), "fp32")), prefix_in(prefix, to))
+    nothing = to(np.full((2, 32), np.nan, np.float32)), to(np.full(2, -np.inf, np.float32))
+    out, lse = host(api.merge([full, Attended(*nothing)]))
+    np.testing.assert_allclose(out, host(full)[0], atol=1e-6)
+    np.testing.assert_allclose(lse, host(full)[1], atol=1e-6)
+    out, lse = host(api.merge([Attended(*nothing), Attended(*nothing)]))
+    assert (out == 0).all() and (lse == -np.inf).all()
+
+
+def prefix_in(prefix: Prefix, to: Any) -> Prefix:
+    return Prefix(to(prefix.keys), to(prefix.values), prefix.num_tokens, prefix.table)
+
+
+def test_a_fused_query_equals_one_over_the_joined_tokens(to: Any, rng: np.random.Generator) -> None:
+    keys, values = rng.standard_normal((2, 2, 320, 64)).astype(np.float32)
+    q = to(rng.standard_normal((4, 1, 64)).astype(np.float32))
+    heads = [0, 0, 1, 1]
+    suffix = Suffix(to(keys[:, 300:].copy()), to(values[:, 300:].copy()))
+    fused = host(api.attend_fused(q, dense(keys[:, :300], values[:, :300], to), suffix, heads))
+    joined = host(api.attend(q, dense(keys, values, to), heads))
+    np.testing.assert_allclose(fused[0], joined[0], atol=1e-5)
+    np.testing.assert_allclose(fused[1], joined[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("selector", ["mean", "quest"])
+def test_sparse_with_all_blocks_equals_dense(
+    to: Any, selector: Any, rng: np.random.Generator
+) -> None:
+    prefix = prefix_in(cases.prefix(rng, (4, 1024, 128), "fp32"), to)
+    q = to(cases.values(rng, (4, 128), "fp32"))
+    whole = host(api.attend(q, prefix))
+    found = host(api.attend_sparse_auto(q, prefix, Selection(64, 16, selector)))
+    np.testing.assert_allclose(found[0], whole[0], atol=1e-6)
+    every = np.tile(rng.permutation(1024).astype(np.int32), (4, 1))
+    found = host(api.attend_sparse(q, prefix, every, np.full(4, 1024, np.uint32)))
+    np.testing.assert_allclose(found[0], whole[0], atol=1e-6)
+    np.testing.assert_allclose(found[1], whole[1], atol=1e-5)
+
+
+@pytest.mark.parametrize("selector", ["mean", "quest"])
+def test_a_needle_block_is_found_and_says_all(
+    to: Any, selector: Any, rng: np.random.Generator
+) -> None:
+    keys = 0.3 * rng.standard_normal((2, 2048, 64)).astype(np.float32)
+    values = rng.standard_normal((2, 2048, 64)).astype(np.float32)
+    q = rng.standard_normal((2, 64)).astype(np.float32)
+    keys[:, 640:704] += 3 * q[:, None] / np.linalg.norm(q, axis=-1)[:, None, None] * 4
+    prefix = dense(keys, values, to)
+    assert 10 in transfer.to_host(api.select_blocks(to(q), prefix, Selection(64, 2, selector)))
+    whole, _ = host(api.attend(to(q), prefix))
+    found, _ = host(api.attend_sparse_auto(to(q), prefix, Selection(64, 2, selector)))
+    cosine = (whole * found).sum() / np.linalg.norm(whole) / np.linalg.norm(found)
+    assert cosine >= 0.99
+
+
+def test_the_selectors_differ_where_a_mean_hides_a_peak(to: Any) -> None:
+    keys = np.zeros((1, 128, 32), np.float32)
+    keys[0, :64] = 1.0  # a block good on average
+    keys[0, 64:96], keys[0, 96:] = 9.0, -9.0  # and one whose mean is 0, with high peaks
+    values = np.arange(128, dtype=np.float32)[None, :, None] * np.ones((1, 1, 32), np.float32)
+    prefix = dense(keys, values, to)
+    q = to(np.ones((1, 32), np.float32))
+    chosen = {
+        selector: transfer.to_host(
+            api.select_blocks(q, prefix, Selection(64, 1, selector))
+        ).tolist()
+        for selector in ("mean", "quest")
+    }
+    assert chosen == {"mean": [0], "quest": [1]}
+    outs = [
+        host(api.attend_sparse_auto(q, prefix, Selection(64, 1, selector)))[0]
+        for selector in ("mean", "quest")
+    ]
+    assert np.abs(outs[0] - outs[1]).max() > 1
+
+
+@pytest.mark.parametrize("num_queries", [None, 3])
+def test_a_nan_in_a_row_of_q_stays_in_its_row(
+    to: Any, num_queries: int | None, rng: np.random.Generator
+) -> None:
+    prefix = prefix_in(cases.prefix(rng, (2, 200, 64), "fp32"), to)
+    suffix = cases.suffix(rng, (2, 5, 64))
+    suffix = Suffix(to(suffix.keys), to(suffix.values))
+    shape = (4, 64) if num_queries is None else (4, num_queries, 64)
+    q = cases.values(rng, shape, "fp32")
+    bad = q.copy()
+    row = (1,) if num_queries is None else (1, 1)
+    bad[(*row, 7)] = np.nan
+    heads = [0, 0, 1, 1]
+    clean = host(api.attend_fused(to(q), prefix, suffix, heads))
+    found = host(api.attend_fused(to(bad), prefix, suffix, heads))
+    others = np.ones(shape[:-1], bool)
+    others[row] = False
+    for one, other in zip(clean, found, strict=True):
+        assert np.isnan(other[row]).all()
+        np.testing.assert_allclose(other[others], one[others], atol=1e-6)
+
+
+def test_a_nan_in_q_stays_in_its_head_of_sparse_queries(to: Any, rng: np.random.Generator) -> None:
+    prefix = prefix_in(cases.prefix(rng, (2, 200, 64), "fp32"), to)
+    q = cases.values(rng, (2, 64), "fp32")
+    q[1, 3] = np.nan
+    indices = rng.integers(0, 200, (2, 9)).astype(np.int32)
+    for found in (
+        api.attend_sparse(to(q), prefix, indices, np.array([9, 9])),
+        api.attend_sparse_auto(to(q), prefix, Selection(16, 3)),
+    ):
+        out, lse = host(found)
+        assert np.isfinite(out[0]).all() and np.isfinite(lse[0])
+        assert np.isnan(out[1]).all() and np.isnan(lse[1])
+
+
+def test_a_head_with_no_token_left_gets_zeros(to: Any, rng: np.random.Generator) -> None:
+    prefix = prefix_in(cases.prefix(rng, (3, 50, 32), "fp32"), to)
+    q = to(cases.values(rng, (3, 32), "fp32"))
+    indices = np.array([[1, 2], [45, 2], [3, 4]], np.int32)
+    out, lse = host(api.attend_sparse(q, prefix, indices, np.array([2, 2, 0]), window=10))
+    assert (out[[0, 2]] == 0).all() and (lse[[0, 2]] == -np.inf).all()
+    np.testing.assert_allclose(out[1], transfer.to_host(prefix.values)[1, 45], atol=1e-6)
+    out, lse = host(api.attend_sparse(q, prefix, np.zeros((3, 0), np.int32), np.zeros(3, int)))
+    assert (out == 0).all() and (lse == -np.inf).all()
+
+
+def test_scores_of_hundreds_do_not_overflow(to: Any, rng: np.random.Generator) -> None:
+    keys, values = rng.standard_normal((2, 1, 300, 64)).astype(np.float32)
+    q = to(500 * keys[:, 17])
+    out, lse = host(api.attend(q, dense(keys, values, to)))
+    assert np.isfinite(lse).all()
+    np.testing.assert_allclose(out[0], values[0, 17], atol=1e-5)
+
+
+def test_q_of_numpy_over_an_mlx_prefix_comes_back_as_numpy(rng: np.random.Generator) -> None:
+    pytest.importorskip("mlx.core")
+    prefix = cases.prefix(rng, (2, 40, 32), "bf16")
+    q, suffix = cases.values(rng, (2, 32), "fp32"), cases.suffix(rng, (2, 3, 32))
+    expected = api.attend_fused(q, prefix, suffix)
+    found = api.attend_fused(q, prefix_in(prefix, transfer.to_mlx), suffix)
+    assert isinstance(found.out, np.ndarray)
+    np.testing.assert_allclose(found.out, expected.out, atol=1e-5)
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "4 bits of 32"])
+def test_equal_requests_give_equal_bytes_from_any_thread(
+    stored: str, rng: np.random.Generator
+) -> None:
+    prefix = cases.prefix(rng, (4, 3000, 64), stored)
+    q = cases.values(rng, (8, 2, 64), "fp32")
+    heads = np.repeat(np.arange(4), 2)
+
+    def run(_: int) -> bytes:
+        found = api.attend(q, prefix, heads)
+        return bytes(found.out.tobytes() + found.lse.tobytes())
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(run, range(12)))) == 1
+
+
+def test_statistics_are_computed_once_and_only_a_few_are_kept(rng: np.random.Generator) -> None:
+    prefix = cases.prefix(rng, (2, 600, 32), "fp32")
+    q = cases.values(rng, (2, 32), "fp32")
+    api.select_blocks(q, prefix, Selection(16, 3))
+    (kept,) = prefix.statistics.values()
+    api.select_blocks(q, prefix, Selection(16, 5))
+    assert list(prefix.statistics.values()) == [kept]
+    for block_tokens in range(20, 40):
+        api.select_blocks(q, prefix, Selection(block_tokens, 3))
+    assert len(prefix.statistics) <= 4
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_a_prefix_is_held_in_the_type_asked_for(
+    to: Any, dtype: str, rng: np.random.Generator
+) -> None:
+    keys, values = rng.standard_normal((2, 2, 30, 32)).astype(np.float32)
+    prefix = api.dense_prefix(to(keys), to(values), dtype)
+    assert prefix.nbytes == 2 * keys.size * (4 if dtype == "fp32" else 2)
+    out, _ = host(api.attend(to(cases.values(rng, (2, 32), "fp32")), prefix))
+    assert np.isfinite(out).all()
+
+
+def test_bf16_is_rounded_as_mlx_rounds_it(rng: np.random.Generator) -> None:
+    mx = pytest.importorskip("mlx.core")
+    values = rng.standard_normal((1, 64, 32)).astype(np.float32)
+    values[0, 0, :4] = [np.inf, -np.inf, np.nan, 3.4e38]
+    found = api.dense_prefix(values, values, "bf16").keys
+    expected = np.array(mx.array(values).astype(mx.bfloat16).view(mx.uint16))
+    number = ~np.isnan(values)
+    np.testing.assert_array_equal(found[number], expected[number])
+    assert np.isnan(transfer.converter(found, "fp32")(found)[~number]).all()
+
+
+def test_merge_refuses_no_part_and_parts_that_differ() -> None:
+    part = Attended(np.zeros((2, 32), np.float32), np.zeros(2, np.float32))
+    other = Attended(np.zeros((3, 32), np.float32), np.zeros(3, np.float32))
+    with pytest.raises(CommandError, match="no part"):
+        api.merge([])
+    with pytest.raises(CommandError, match="shape mismatch"):
+        api.merge([part, other])
