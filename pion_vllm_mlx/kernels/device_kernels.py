@@ -1,0 +1,393 @@
+"""Attention on a GPU: which kernel, cut into how many parts, with which numbers.
+
+The keys of a query are cut into parts so that a launch fills the device; a second launch merges
+the parts.  Few query rows of a KV head split the keys among the threads (``few_rows``), many share
+tiles of keys in threadgroup memory (``many_rows``).  The same plans serve Metal and CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.kernels.device_source import Launch, Runner
+from pion_vllm_mlx.kernels.problem import (
+    Affine,
+    Array,
+    Attended,
+    BlocksJob,
+    BlockStatistics,
+    DenseJob,
+    Kernels,
+    Prefix,
+    Selector,
+    Side,
+    SparseJob,
+)
+
+MANY_ROWS = 16  # query rows of a tile of many_rows
+_SIMD = 32
+_STEP = 32  # parts begin at multiples of this many keys
+_MIN_TABLE = 8  # a shorter table would lie in another address space
+
+Inputs = tuple[tuple[str, Array], ...]
+Defines = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """How keys are cut: ``prefix`` parts of ``chunk`` keys, then ``suffix`` parts."""
+
+    prefix: int
+    suffix: int
+    chunk: int
+
+    @property
+    def total(self) -> int:
+        return self.prefix + self.suffix
+
+
+@dataclass(frozen=True)
+class _Query:
+    """What the kernels of one job have in common.
+
+    ``visible``: keys of the prefix that a query row visits; ``tokens`` says which: 0 a run, 1 a
+    list a head, 2 blocks.
+    """
+
+    q: Array
+    prefix: Prefix
+    head_map: NDArray[np.uint8]
+    start: int
+    visible: int
+    suffix: tuple[Array, Array] | None = None
+    tokens: int = 0
+    extra: Inputs = ()
+    list_width: int = 0
+    block_tokens: int = 1
+    num_blocks: int = 0
+
+    @property
+    def num_queries(self) -> int:
+        return 1 if len(self.q.shape) == 2 else int(self.q.shape[1])
+
+    @property
+    def suffix_tokens(self) -> int:
+        return 0 if self.suffix is None else int(self.suffix[0].shape[1])
+
+
+def row_tiles(head_map: NDArray[np.uint8], num_queries: int, rows: int) -> NDArray[np.int32]:
+    """i32 ``[tiles, 1 + rows]``: a KV head and the rows ``h * M + m`` that read it, -1 for none."""
+    heads = np.repeat(head_map.astype(np.int64), num_queries)
+    order = np.argsort(heads, kind="stable")
+    counts = np.bincount(heads)
+    tiles_of = -(-counts // rows)
+    first_tile = np.cumsum(tiles_of) - tiles_of
+    place = np.arange(len(heads)) - np.repeat(np.cumsum(counts) - counts, counts)
+    tile = first_tile[heads[order]] + place // rows
+    tiles = np.full((int(tiles_of.sum()), 1 + rows), -1, dtype=np.int32)
+    tiles[tile, 0] = heads[order]
+    tiles[tile, 1 + place % rows] = order
+    return tiles
+
+
+def lanes_of_key(head_dim: int) -> int:
+    """Threads that share a key in few_rows: each has 4 to 24 of its values."""
+    return 8 if head_dim <= 192 else head_dim // 16
+
+
+def _side_inputs(name: str, side: Side) -> Inputs:
+    if isinstance(side, Affine):
+        return (
+            (f"{name}_codes", side.codes),
+            (f"{name}_scales", side.scales),
+            (f"{name}_biases", side.biases),
+        )
+    return ((f"{name}s", side),)
+
+
+def _side_macro(name: str, side: Side) -> tuple[str, str]:
+    macro = f"{name.upper()}S"
+    if isinstance(side, Affine):
+        arguments = f"{name}_codes, {name}_scales, {name}_biases"
+        return macro, f"affine<D, {side.bits}, {side.group}>({arguments})"
+    return macro, f"plain<D>({name}s)"
+
+
+class DeviceKernels(Kernels):
+    """Every kernel, on the device of a runner."""
+
+    host = False
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        self.name = runner.dialect.name
+        self._tiles = lru_cache(maxsize=256)(self._make_tiles)
+        self._numbers = lru_cache(maxsize=1024)(self._make_numbers)
+        self._members = lru_cache(maxsize=64)(self._make_members)
+
+    def unavailable(self) -> str | None:
+        """None: a runner that exists runs."""
+        return None
+
+    def attend(self, job: DenseJob) -> Attended:
+        """Every row sees the prefix from ``start`` on, and the suffix causally."""
+        visible = job.prefix.num_tokens - job.start
+        suffix = None if job.suffix is None else (job.suffix.keys, job.suffix.values)
+        return self._attend(_Query(job.q, job.prefix, job.head_map, job.start, visible, suffix))
+
+    def attend_sparse(self, job: SparseJob) -> Attended:
+        """Each head sees its listed tokens."""
+        width = max(1, int(job.indices.shape[1]))
+        indices = np.zeros((len(job.counts), width), dtype=np.int32)
+        indices[:, : job.indices.shape[1]] = job.indices
+        lists = (
+            ("indices", self.runner.constant(indices)),
+            ("counts", self.runner.constant(job.counts.astype(np.int32))),
+        )
+        longest = int(job.counts.max(initial=0))
+        return self._attend(
+            _Query(
+                *(job.q, job.prefix, job.head_map, 0, longest),
+                tokens=1,
+                extra=lists,
+                list_width=width,
+            )
+        )
+
+    def attend_blocks(self, job: BlocksJob) -> Attended:
+        """All heads see the blocks, the tail and the suffix."""
+        num_blocks = int(job.blocks.shape[0])
+        tail = job.prefix.num_tokens - job.tail_start
+        if num_blocks == 0:  # nothing but the tail, which is a run
+            dense = DenseJob(job.q[:, None, :], job.prefix, job.head_map, job.tail_start, job.suffix)
+            return self.attend(dense)
+        return self._attend(
+            _Query(
+                *(job.q, job.prefix, job.head_map, job.start),
+                num_blocks * job.block_tokens + tail,
+                None if job.suffix is None else (job.suffix.keys, job.suffix.values),
+                tokens=2,
+                extra=(("blocks", job.blocks),),
+                block_tokens=job.block_tokens,
+                num_blocks=num_blocks,
+            )
+        )
+
+    def block_statistics(
+        self, prefix: Prefix, block_tokens: int, start: int, selector: Selector
+    ) -> BlockStatistics:
+        """Means, or largest and least values, of the full blocks from ``start`` on."""
+        heads, dim = prefix.num_kv_heads, prefix.head_dim
+        num_blocks = (prefix.num_tokens - start) // block_tokens
+        quest = selector == "quest"
+        shape = (heads, num_blocks, dim)
+        found = self.runner.run(
+            Launch(
+                "block_statistics",
+                (
+                    _side_macro("key", prefix.keys),
+                    ("PAGED", str(int(prefix.table is not None))),
+                    ("QUEST", str(int(quest))),
+                ),
+                (("D", dim),),
+                (
+                    ("params", self._params(prefix, start, (1, 1, 0), (0, 1, 0, block_tokens, num_blocks))),
+                    *_side_inputs("key", prefix.keys),
+                    *self._table(prefix),
+                ),
+                (("high", shape, "f32"), ("low", shape, "f32"))[: 2 if quest else 1],
+                (num_blocks, heads, 1),
+                _SIMD,
+            )
+        )
+        return BlockStatistics(found[0], found[1] if quest else None)
+
+    def block_scores(
+        self, q: Array, statistics: BlockStatistics, head_map: NDArray[np.uint8]
+    ) -> Array:
+        """Scores of the blocks, averaged over the query heads."""
+        heads, num_blocks, dim = (int(n) for n in statistics.high.shape)
+        sums = self.runner.run(
+            Launch(
+                "query_sums",
+                (),
+                (("D", dim),),
+                (("members", self._members(head_map.tobytes(), heads)), ("queries", q)),
+                (("rising", (heads, dim), "f32"), ("falling", (heads, dim), "f32")),
+                (heads, 1, 1),
+                _SIMD,
+            )
+        )
+        low = statistics.low
+        numbers = self._numbers(0, 0, 0, heads, 1, 1, 0, 0, len(head_map), 0, 1, num_blocks)
+        return self.runner.run(
+            Launch(
+                "block_scores",
+                (("QUEST", str(int(low is not None))),),
+                (("D", dim),),
+                (
+                    ("params", numbers),
+                    ("rising", sums[0]),
+                    ("falling", sums[1]),
+                    ("high", statistics.high),
+                    *(() if low is None else (("low", low),)),
+                ),
+                (("scores", (num_blocks,), "f32"),),
+                (-(-num_blocks // 4), 1, 1),
+                4 * _SIMD,
+            )
+        )[0]
+
+    def top_blocks(self, scores: Array, top: int) -> Array:
+        """The ids of the greatest scores, ascending."""
+        num_blocks = int(scores.shape[0])
+        top = min(top, num_blocks)
+        params = self._numbers(0, 0, 0, 0, 1, 1, 0, 0, 1, 0, 1, num_blocks, top)
+        groups = (-(-num_blocks // 4), 1, 1)
+        ranks = self.runner.run(
+            Launch(
+                *("block_ranks", (), ()),
+                (("params", params), ("scores", scores)),
+                (("ranks", (num_blocks,), "i32"),),
+                groups,
+                4 * _SIMD,
+            )
+        )[0]
+        return self.runner.run(
+            Launch(
+                *("block_choice", (), ()),
+                (("params", params), ("ranks", ranks)),
+                (("chosen", (top,), "i32"),),
+                groups,
+                4 * _SIMD,
+            )
+        )[0]
+
+    def _attend(self, query: _Query) -> Attended:
+        dialect = self.runner.dialect
+        num_queries, heads, dim = query.num_queries, len(query.head_map), query.prefix.head_dim
+        per_head = int(np.bincount(query.head_map).max()) * num_queries
+        many = query.tokens == 0 and per_head > dialect.few_rows
+        lanes = lanes_of_key(dim)
+        rows = MANY_ROWS if many else self._rows(dim // (4 * lanes), per_head, query.tokens)
+        tiles, num_tiles = self._tiles(query.head_map.tobytes(), num_queries, rows)
+        parts = self._parts(num_tiles, query)
+        template: tuple[tuple[str, int], ...] = (("D", dim), ("SLICE", 64 if dim % 64 == 0 else 32))
+        if not many:
+            template = (
+                *(("D", dim), ("R", rows), ("LANES", lanes)),
+                *(("SIMDGROUPS", dialect.simdgroups), ("UNROLL", dialect.unroll)),
+            )
+        shape = (heads, num_queries, parts.total, dim)
+        if parts.total == 1:
+            shape = (heads, num_queries, dim)
+        suffix = query.suffix
+        part_out, part_lse = self.runner.run(
+            Launch(
+                "many_rows" if many else "few_rows",
+                (
+                    _side_macro("key", query.prefix.keys),
+                    _side_macro("value", query.prefix.values),
+                    ("PAGED", str(int(query.prefix.table is not None))),
+                    ("SUFFIX", str(int(suffix is not None))),
+                    ("TOKENS", str(query.tokens)),
+                ),
+                template,
+                (
+                    ("params", self._query_params(query, parts)),
+                    ("tiles", tiles),
+                    ("queries", query.q),
+                    *_side_inputs("key", query.prefix.keys),
+                    *_side_inputs("value", query.prefix.values),
+                    *self._table(query.prefix),
+                    *((("suffix_keys", suffix[0]), ("suffix_values", suffix[1])) if suffix else ()),
+                    *query.extra,
+                ),
+                (("part_out", shape, "f32"), ("part_lse", shape[:-1], "f32")),
+                (num_tiles, parts.total, 1),
+                (4 if many else dialect.simdgroups) * _SIMD,
+            )
+        )
+        if parts.total == 1:
+            return Attended(part_out, part_lse)
+        return self._merge(part_out, part_lse, (heads, num_queries, dim))
+
+    def _merge(self, part_out: Array, part_lse: Array, shape: tuple[int, int, int]) -> Attended:
+        heads, num_queries, dim = shape
+        params = self._numbers(0, 0, 0, 0, int(part_lse.shape[-1]))
+        out, lse = self.runner.run(
+            Launch(
+                *("merge", (), (("D", dim),)),
+                (("params", params), ("part_out", part_out), ("part_lse", part_lse)),
+                (("out", shape, "f32"), ("lse", shape[:2], "f32")),
+                (heads * num_queries, 1, 1),
+                dim,
+            )
+        )
+        return Attended(out, lse)
+
+    def _rows(self, quads: int, per_head: int, tokens: int) -> int:
+        """Rows of a tile of few_rows; a list of tokens belongs to one head."""
+        rows = 1
+        while tokens != 1 and rows < min(per_head, 4) and 2 * rows * quads <= self.runner.dialect.row_quads:
+            rows *= 2
+        return rows
+
+    def _parts(self, num_tiles: int, query: _Query) -> _Parts:
+        dialect = self.runner.dialect
+        wanted = max(1, dialect.threadgroups // num_tiles)
+        wanted = min(wanted, -(-query.visible // dialect.part_keys))
+        chunk = -(-query.visible // max(1, wanted))
+        chunk = max(_STEP, -(-chunk // _STEP) * _STEP)
+        return _Parts(
+            max(1, -(-query.visible // chunk)),
+            -(-query.suffix_tokens // chunk),
+            chunk,
+        )
+
+    def _query_params(self, query: _Query, parts: _Parts) -> Array:
+        return self._params(
+            query.prefix,
+            query.start,
+            (parts.total, parts.prefix, parts.chunk),
+            (
+                *(query.suffix_tokens, query.num_queries, query.list_width),
+                *(query.block_tokens, query.num_blocks),
+            ),
+        )
+
+    def _params(
+        self, prefix: Prefix, start: int, parts: Sequence[int], rest: Sequence[int]
+    ) -> Array:
+        paged = prefix.table is not None
+        stride = prefix.page_tokens if paged else int(prefix.keys.shape[1])
+        return self._numbers(prefix.num_tokens, start, stride, prefix.num_kv_heads, *parts, *rest)
+
+    def _table(self, prefix: Prefix) -> Inputs:
+        if prefix.table is None:
+            return ()
+        table = np.zeros(max(_MIN_TABLE, len(prefix.table)), dtype=np.int32)
+        table[: len(prefix.table)] = prefix.table
+        return (("table", self.runner.constant(table)),)
+
+    def _make_numbers(self, *numbers: int) -> Array:
+        packed = np.zeros(16, dtype=np.int32)
+        packed[: len(numbers)] = numbers
+        return self.runner.constant(packed)
+
+    def _make_tiles(self, head_map: bytes, num_queries: int, rows: int) -> tuple[Array, int]:
+        tiles = row_tiles(np.frombuffer(head_map, dtype=np.uint8), num_queries, rows)
+        return self.runner.constant(tiles), len(tiles)
+
+    def _make_members(self, head_map: bytes, num_kv_heads: int) -> Array:
+        heads = np.frombuffer(head_map, dtype=np.uint8)
+        ends = np.cumsum(np.bincount(heads, minlength=num_kv_heads))
+        offsets = np.concatenate([[0], ends]) + num_kv_heads + 1
+        return self.runner.constant(
+            np.concatenate([offsets, np.argsort(heads, kind="stable")]).astype(np.int32)
+        )

@@ -1,0 +1,144 @@
+"""The texts of the GPU kernels, and what one launch of one is.
+
+A kernel is a file ``<folder>/<name>.<suffix>``: what stands above the line ``//// body`` is its
+header, what stands below is the body that mlx wraps in a signature.  ``rows.<suffix>`` precedes
+every header.  Macros say how K and V are held, template arguments are integers.  Texts know
+nothing of mlx: tests run the same ones in an emulation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib import resources
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.kernels.problem import Array
+
+BODY_MARK = "//// body\n"
+# mlx passes an input of fewer values in Metal's constant address space.
+SMALL_INPUT = 8
+
+Kind = Literal["f32", "f16", "bf16", "i32", "u32", "u8"]
+
+_KINDS: dict[str, Kind] = {
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "uint16": "bf16",  # numpy knows no bfloat16: its bit patterns
+    "int32": "i32",
+    "uint32": "u32",
+    "uint8": "u8",
+}
+
+
+def kind_of(array: Array) -> Kind:
+    """The type of an array of numpy or mlx."""
+    return _KINDS[str(array.dtype).rpartition(".")[2]]
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """A language of kernels and what its devices like.
+
+    ``row_quads``: quads of values of all rows of a tile that one thread may keep;
+    ``few_rows``: query rows of a KV head up to which keys are split over threads, not rows;
+    ``threadgroups``: how many a launch should have; ``part_keys``: the fewest keys of a part.
+    """
+
+    name: Literal["metal", "cuda"]
+    suffix: str
+    row_quads: int
+    few_rows: int
+    threadgroups: int
+    part_keys: int = 64
+    simdgroups: int = 4
+    unroll: int = 2
+
+
+METAL = Dialect("metal", "metal", row_quads=8, few_rows=8, threadgroups=256)
+CUDA = Dialect("cuda", "cu", row_quads=16, few_rows=16, threadgroups=396)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch: which kernel, on what, into what.
+
+    ``inputs`` and ``outputs`` in the order of the signature; an output is (name, shape, type).
+    ``groups`` counts threadgroups, of ``threads`` threads each.
+    """
+
+    kernel: str
+    defines: tuple[tuple[str, str], ...]
+    template: tuple[tuple[str, int], ...]
+    inputs: tuple[tuple[str, Array], ...]
+    outputs: tuple[tuple[str, tuple[int, ...], Kind], ...]
+    groups: tuple[int, int, int]
+    threads: int
+
+    def signature(self) -> Signature:
+        """What of this launch decides which program runs."""
+        return Signature(
+            self.kernel,
+            self.defines,
+            self.template,
+            tuple((name, kind_of(array), array.size < SMALL_INPUT) for name, array in self.inputs),
+            tuple((name, kind) for name, _, kind in self.outputs),
+        )
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A program: a kernel's text with its macros, template arguments and parameter types.
+
+    ``inputs`` are (name, type, whether in the constant address space), ``outputs`` (name, type).
+    """
+
+    kernel: str
+    defines: tuple[tuple[str, str], ...]
+    template: tuple[tuple[str, int], ...]
+    inputs: tuple[tuple[str, Kind, bool], ...]
+    outputs: tuple[tuple[str, Kind], ...]
+
+    def name(self, dialect: Dialect) -> str:
+        """A name that differs where anything does: mlx keeps programs by name."""
+        text = repr((self, header(dialect, self), body(dialect, self)))
+        return f"pion_{self.kernel}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+
+
+@lru_cache(maxsize=64)
+def text_of(dialect: Dialect, kernel: str) -> str:
+    """The file of a kernel."""
+    folder = resources.files("pion_vllm_mlx.kernels").joinpath(dialect.name)
+    return folder.joinpath(f"{kernel}.{dialect.suffix}").read_text(encoding="utf-8")
+
+
+def header(dialect: Dialect, signature: Signature) -> str:
+    """Everything before the body: macros, shared part, the kernel's own functions."""
+    macros = "".join(f"#define {name} {value}\n" for name, value in signature.defines)
+    own = text_of(dialect, signature.kernel).partition(BODY_MARK)[0]
+    return f"{macros}{text_of(dialect, 'rows')}\n{own}"
+
+
+def body(dialect: Dialect, signature: Signature) -> str:
+    """What goes between the braces of the function."""
+    return text_of(dialect, signature.kernel).partition(BODY_MARK)[2]
+
+
+class Runner(ABC):
+    """Runs launches: on a device through mlx, or in a test's emulation."""
+
+    dialect: Dialect
+
+    @abstractmethod
+    def run(self, launch: Launch) -> list[Array]:
+        """The outputs of a launch, in its order; those of mlx are lazy."""
+
+    @abstractmethod
+    def constant(self, values: NDArray[np.int32]) -> Array:
+        """Integers as an array of the runner's kind."""
