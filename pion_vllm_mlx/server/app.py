@@ -25,6 +25,7 @@ from pion_vllm_mlx.server.outbound import Stream
 from pion_vllm_mlx.server.patience import Patience
 from pion_vllm_mlx.server.session import Client, Context, Server
 from pion_vllm_mlx.wire import resp
+from pion_vllm_mlx.wire.requests import UNAUTHENTICATED
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Limits, RequestParser
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Connection(asyncio.BufferedProtocol):
         if is_tcp:
             sock = transport.get_extra_info("socket")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self.client = Client(server.connections_total, address, local)
+        self.client = Client(server.client_ids.next(), address, local)
         self._context = Context(server, self.client, self._when_room)
         self._patience = Patience(server.config, self.client)
         self.progress = asyncio.get_running_loop().time()
@@ -129,7 +130,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._step >= STEP_BYTES or not self.parser.in_bulk:
             self._step = 0
             self.progress = asyncio.get_running_loop().time()
-        self.parser.buffer_updated(nbytes)
+        self._parse(nbytes)
         if self.parser.error is None and self._holds_too_much():
             # said once what came before is answered
             self.parser.error = ProtocolError("Protocol error: arguments are too long")
@@ -151,6 +152,17 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- reading ---------------------------------------------------------------
 
+    def _parse(self, nbytes: int) -> None:
+        """Take in what was received, under the limits of who is known to have sent it."""
+        self.parser.limits = UNAUTHENTICATED if self._unknown else LIMITS
+        self.parser.buffer_updated(nbytes)
+
+    @property
+    def _unknown(self) -> bool:
+        """Whether a password is asked for and was not given."""
+        assert self.client is not None
+        return bool(self.server.config.password) and not self.client.authenticated
+
     def _open_bulk(self, args: list[Arg], length: int) -> BulkTarget:
         """A place for a long argument; it waits where earlier commands may change the answer."""
         assert self._context is not None
@@ -171,7 +183,7 @@ class Connection(asyncio.BufferedProtocol):
         """A target has room again: take in what waits in the parse buffer, go on reading."""
         if self._ending:
             return
-        self.parser.buffer_updated(0)
+        self._parse(0)
         if not self._busy:
             self._pump()
         self._pause_or_resume()
@@ -181,7 +193,7 @@ class Connection(asyncio.BufferedProtocol):
             return
         assert self.transport is not None
         wanted = (
-            len(self.parser.commands) < MAX_QUEUED
+            len(self.parser.commands) < (1 if self._unknown else MAX_QUEUED)
             and self.parser.error is None
             and self.parser.get_buffer() is not None
         )
@@ -223,14 +235,19 @@ class Connection(asyncio.BufferedProtocol):
         """Execute queued commands until one has to wait, or the reader has to catch up."""
         assert self.transport is not None
         self._execute_queued()
-        while self._deferred and not self._busy and not self.parser.commands:
+        while self._later and not self._busy and not self.parser.commands:
             # a deferred argument finds its place now, and its bytes may be here already
             self._deferred = False
-            self.parser.buffer_updated(0)
+            self._parse(0)
             self._execute_queued()
         answered = not self._busy and not self.parser.commands
         if self.parser.error is not None and answered and not self._ending:
             self._give_up(str(self.parser.error))
+
+    @property
+    def _later(self) -> bool:
+        """Whether received bytes wait for the commands before them."""
+        return self._deferred or (self.parser.waits and not self._ending)
 
     def _execute_queued(self) -> None:
         while self.parser.commands and not self._ending and self._drained.is_set():

@@ -62,7 +62,8 @@ class BinaryConnection(asyncio.BufferedProtocol):
         server.connections_total += 1
         # nobody, when the other side has left already
         host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
-        self._client = Client(server.connections_total, f"{host}:{port}", host == "127.0.0.1")
+        address, local = f"{host}:{port}", host == "127.0.0.1"
+        self._client = Client(server.client_ids.next(), address, local)
         self._context = Context(server, self._client, self._go_on)
         self._direct = DirectWriter(self._transport, server.store.run)
         self._patience = Patience(server.config, self._client)

@@ -170,6 +170,8 @@ def _plain(command: Command, args: list[Arg]) -> list[Arg]:
 async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
     """Prepare outside the lock; check, log and apply inside it; then answer."""
     plain = _plain(command, args)
+    if command.keyspace:
+        await _make_room_for_keys(command, context, plain)
     prepared = None if command.prepare is None else await command.prepare(context, plain)
     handed = (context, plain) if prepared is None else (context, plain, prepared)
     outcome: list[Effect] = []
@@ -192,6 +194,24 @@ async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
             prepared.finish(context.store, applied)
     reply = outcome[0].reply
     return reply() if callable(reply) else reply
+
+
+async def _make_room_for_keys(command: Command, context: Context, args: list[Arg]) -> None:
+    """Plain keys count against the disk budget. Raises CommandError where they do not fit."""
+    transaction, nbytes = context.client.transaction, 0
+    if command.grows:
+        nbytes = sum(len(arg) if isinstance(arg, bytes) else arg.length for arg in args)
+    elif transaction is not None:
+        nbytes = transaction.growth()
+    if not nbytes:
+        return
+    try:
+        await context.store.make_little_room(nbytes)
+    except CommandError:
+        if transaction is not None:
+            context.client.transaction = None
+            context.server.keyspace.unwatch(context.client.watch)
+        raise
 
 
 def release(args: list[Arg]) -> None:

@@ -19,6 +19,7 @@ from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.files import pread_into, pwrite_all
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
 from pion_vllm_mlx.server.store.space import disk_error
+from pion_vllm_mlx.server.upload_room import UploadRoom
 from pion_vllm_mlx.wire.resp import BulkTarget, DiscardBulk
 
 #: bytes of windows that all connections together may hold.
@@ -130,10 +131,13 @@ class StreamInbound:
         self._released = False
         self._error: BaseException | None = None
         self.abandon: Callable[[], None] = _nothing
+        self.room: UploadRoom | None = None
 
     def buffer(self) -> memoryview | None:
         if self._window is None:
             size = min(self._window_bytes, self.length - self._received)
+            if self.room is not None and not self.room.ready(size):
+                return None
             self._window = self._pool.take(size, self._when_room)
             self._filled = 0
         if self._window is None or self._filled == len(self._window):
@@ -156,7 +160,7 @@ class StreamInbound:
         job.add_done_callback(self._finished)
 
     def _work(self, window: memoryview) -> None:
-        if self._error is not None:
+        if self._error is not None or (self.room is not None and self.room.error is not None):
             return
         try:
             self._consume(window)
@@ -181,6 +185,8 @@ class StreamInbound:
     async def wait(self) -> None:
         """Until every byte was consumed; raises CommandError when consuming failed."""
         await self._done.wait()
+        if self._error is None and self.room is not None:
+            self._error = self.room.error
         if self._error is not None:
             raise self._error
 

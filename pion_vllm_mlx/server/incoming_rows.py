@@ -28,6 +28,7 @@ from pion_vllm_mlx.server.store.segments import Region
 from pion_vllm_mlx.server.store.shapes import LayerSpec, RunShape
 from pion_vllm_mlx.server.store.space import disk_error
 from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store
+from pion_vllm_mlx.server.upload_room import UploadRoom
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget
 
 WHERE = "V.STOREBATCH"
@@ -106,6 +107,7 @@ def open_rows(context: Context, args: list[Arg], length: int) -> BulkTarget:
         inbound = RowsInbound(length, unit, writer.write, store.io, pool, when_room)
         inbound.writer, inbound.region = writer, region
         inbound.abandon = lambda: store.space.release(region)
+        inbound.room = UploadRoom(store, when_room)
         return inbound
     if length not in (request.rows * spec.width * 2, request.rows * spec.width * 4):
         raise CommandError(f"{WHERE}: blob size")
@@ -221,6 +223,7 @@ async def _convert(
         # has been read before anything is written over it.
         stored = StoredRows(request, dense, RunWriter(dense, blob.region), blob.region)
     elif store.config.wal and dense.data_bytes < INLINE_BYTES:
+        await store.make_little_room(dense.file_bytes)
         buffer = bytearray(dense.file_bytes)
         stored = StoredRows(request, dense, RunWriter(dense, buffer), None, buffer)
     else:

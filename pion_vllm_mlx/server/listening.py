@@ -125,8 +125,14 @@ def _bind_beside(path: Path) -> socket.socket:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[bool]:
-    """Hold a folder's lock; False where another process does not let go of it soon."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    """Hold a folder's lock; False where another process does not let go of it soon.
+
+    Raises ConfigError where there is no such folder.
+    """
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ConfigError(f"--unixsocket: {folder}: {error.strerror}") from error
     try:
         deadline = time.monotonic() + _ALONE_SECONDS
         alone = _lock(descriptor)
@@ -183,9 +189,10 @@ def _bind_unix(path: Path) -> socket.socket:
     try:
         sock.bind(str(path))
         sock.listen(BACKLOG)
-    except OSError:
+    except OSError as error:
         sock.close()
-        raise
+        why = error.strerror if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"--unixsocket: cannot listen on {path}: {why}") from error
     finally:
         os.umask(old)
     return sock

@@ -17,7 +17,13 @@ from pathlib import Path
 
 from pion_vllm_mlx import __version__
 from pion_vllm_mlx.config import EXIT_FOLDER_BUSY, EmbeddedDefaults, ServerEnvironment
-from pion_vllm_mlx.errors import CommandError, ConfigError, DataFolderBusy, PionError
+from pion_vllm_mlx.errors import (
+    CommandError,
+    ConfigError,
+    DamagedData,
+    DataFolderBusy,
+    PionError,
+)
 from pion_vllm_mlx.server import commands as commands  # fills the command table
 from pion_vllm_mlx.server import log_format, metrics, options
 from pion_vllm_mlx.server.commands.export import remove_old_exports
@@ -27,6 +33,7 @@ from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.listening import Listener, bind_affinity, bind_doors, listen
+from pion_vllm_mlx.server.memory_limit import past_at_start, refuse_below_own_use
 from pion_vllm_mlx.server.session import Server, ServerConfig
 from pion_vllm_mlx.server.store.files import DIRECTORY_MODE
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
@@ -36,6 +43,9 @@ log = logging.getLogger("pion_vllm_mlx.server")
 
 #: a log past its size is saved away after so long without a write.
 QUIET_SECONDS = 2.0
+#: under a disk budget a log gets so much of it, as long as that is enough to be worth a save.
+BUDGET_OF_LOGS = 32
+LEAST_LOG_BYTES = 1 << 20
 #: how long after a save that failed the next one is tried.
 SAVE_RETRY_SECONDS = 30.0
 #: how often dead bytes are given back, a step at a time, when no moment is quiet.
@@ -43,6 +53,18 @@ BUSY_STEP_SECONDS = 10.0
 #: how long a stop waits for commands that run, and for readers that read slowly.
 STOP_SECONDS = 2.0
 _TICK_SECONDS = 0.25
+#: what can be done about a damaged file.
+DAMAGE_ADVICE = (
+    "; pion-vllm-mlx doctor --dir PATH says what is damaged, --repair sets the file aside and "
+    "starts with what verifies"
+)
+
+
+def _log_bytes(config: ServerConfig) -> int:
+    """--wal-size, less where a log of that size would be much of the disk budget."""
+    if not config.disk_budget:
+        return config.wal_size
+    return min(config.wal_size, max(LEAST_LOG_BYTES, config.disk_budget // BUDGET_OF_LOGS))
 
 
 def store_config(config: ServerConfig) -> StoreConfig:
@@ -51,7 +73,7 @@ def store_config(config: ServerConfig) -> StoreConfig:
         config.folder,
         worker=config.worker,
         wal=config.wal and not config.ephemeral,
-        wal_size=config.wal_size,
+        wal_size=_log_bytes(config),
         appendfsync=config.appendfsync,
         max_sessions=config.max_sessions,
         disk_budget=config.disk_budget,
@@ -153,12 +175,14 @@ async def serve(config: ServerConfig, open_doors: OpenDoors, directory: Director
 
     ``open_doors`` lets clients in; it is called when everything is recovered.
     """
+    refuse_below_own_use(config.maxmemory)
     store = Store(store_config(config))
     keyspace = Keyspace.open(store_config(config))
     # the index stays: collecting it again and again would only stop everybody
     gc.freeze()
-    for note in [*store.replayed.notes, *keyspace.notes]:
-        log.warning("%s", note)
+    for note in (*store.replayed.notes, *keyspace.notes, past_at_start(config.maxmemory)):
+        if note:
+            log.warning("%s", note)
     if store.replayed.vstore:
         print(f"V-store WAL replayed: {store.replayed.vstore} records", flush=True)
     if store.replayed.ssm:
@@ -174,6 +198,8 @@ async def serve(config: ServerConfig, open_doors: OpenDoors, directory: Director
         keyspace=keyspace,
         directory=directory,
     )
+    if notice := await server.attention.start():
+        print(notice, flush=True)
     listeners = await open_doors(server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -198,8 +224,6 @@ async def _stop(
     for chore in chores:
         chore.cancel()
     await asyncio.gather(*chores, return_exceptions=True)
-    if notice := await server.attention.start():
-        print(notice, flush=True)
     running = [c.running for c in server.connections.values() if c.running is not None]
     if running:
         await asyncio.wait(running, timeout=STOP_SECONDS)
@@ -207,6 +231,7 @@ async def _stop(
         connection.close()
     await asyncio.sleep(0)
     try:
+        server.attention.close()
         await server.keyspace.close()
     finally:
         await server.store.close()
@@ -231,7 +256,6 @@ async def _open_alone(server: Server, folder: DataFolder) -> list[Listener]:
         f"ready on {config.address}:{server.port}",
         flush=True,
     )
-        server.attention.close()
     return listeners
 
 
@@ -285,6 +309,9 @@ def main(argv: Sequence[str]) -> int:
     except DataFolderBusy as error:
         print(f"FATAL {error}", file=sys.stderr, flush=True)
         return EXIT_FOLDER_BUSY
+    except DamagedData as error:
+        print(f"FATAL {error}{DAMAGE_ADVICE}", file=sys.stderr, flush=True)
+        return 1
     except (PionError, ConfigError, OSError) as error:
         print(f"FATAL {error}", file=sys.stderr, flush=True)
         return 1

@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 
-from pion_vllm_mlx.errors import OutOfMemory
+from pion_vllm_mlx.errors import ConfigError, OutOfMemory
 
 _UNITS = {"": 1, "b": 1, "k": 1 << 10, "kb": 1 << 10, "m": 1 << 20, "mb": 1 << 20}
 _UNITS |= {"g": 1 << 30, "gb": 1 << 30, "t": 1 << 40, "tb": 1 << 40}
@@ -74,6 +74,32 @@ def _trim() -> None:
             ctypes.CDLL(None).malloc_trim(0)
         except AttributeError:
             return
+
+
+def refuse_below_own_use(maxmemory: int) -> None:
+    """Raise ConfigError for a limit that a server without any data is past already.
+
+    Called before anything is recovered.
+    """
+    if not maxmemory:
+        return
+    _trim()
+    used = anonymous_bytes()
+    if used >= maxmemory:
+        raise ConfigError(
+            f"--maxmemory: {maxmemory:,} bytes are less than the {used:,} that the server itself "
+            "needs, so every write would be refused"
+        )
+
+
+def past_at_start(maxmemory: int) -> str:
+    """What to say of a server whose recovered data is past the limit; empty when it is not."""
+    if not MemoryLimit(maxmemory).exceeded():
+        return ""
+    return (
+        f"--maxmemory: {anonymous_bytes():,} bytes are used already, {maxmemory:,} are allowed: "
+        "every write is refused until something is deleted, or CONFIG SET maxmemory allows more"
+    )
 
 
 class MemoryLimit:

@@ -142,7 +142,7 @@ _FLAGS: dict[str, Flag] = {
         "quotas",
         _quota,
         many=True,
-        help="bytes that a tenant may store",
+        help="bytes that a tenant may store; shared rows count for each prefix",
         metavar="NAME=BYTES",
     ),
     "--ns-prefix": Flag("ns_prefix", str.encode, help="namespaces start with this", metavar="S"),
@@ -159,7 +159,12 @@ _FLAGS: dict[str, Flag] = {
     "--max-sessions": Flag(
         "max_sessions", _number(2, 1 << 24), help="sessions kept (256)", metavar="N"
     ),
-    "--disk-budget": Flag("disk_budget", size, help="bytes on disk, 0: no limit", metavar="BYTES"),
+    "--disk-budget": Flag(
+        "disk_budget",
+        size,
+        help="bytes that the data folder may take, logs included (0: any)",
+        metavar="BYTES",
+    ),
     "--share-equal": Flag(
         "share_equal", _switch, help="store equal rows of a tenant once (on)", metavar="on|off"
     ),
@@ -202,11 +207,6 @@ _FLAGS: dict[str, Flag] = {
         "maxmemory", limit, help="refuse what needs more memory, 0: none", metavar="BYTES|N%"
     ),
     "--maxmemory-policy": Flag("", _policy, help="noeviction", metavar="P"),
-    "--tls-port": Flag("tls_port", _number(0, 65535), help="RESP over TLS", metavar="N"),
-    "--tls-cert-file": Flag("tls_cert", Path, help="certificate of the server", metavar="PATH"),
-    "--tls-key-file": Flag("tls_key", Path, help="its key", metavar="PATH"),
-    "--tls-ca-cert-file": Flag(
-        "tls_ca", Path, help="clients need a certificate of this CA", metavar="PATH"
     "--attend-budget": Flag(
         "attend_budget", size, help="bytes of attention K/V in memory, 0: none", metavar="BYTES"
     ),
@@ -225,6 +225,11 @@ _FLAGS: dict[str, Flag] = {
     "--metal-attention": Flag("attend_device", value="metal", help="attention on the GPU"),
     "--metal-attention-fp16": Flag("attend_fp16", help="the same, K/V kept as fp16"),
     "--cuda-attention": Flag("attend_device", value="cuda", help="attention on the GPU"),
+    "--tls-port": Flag("tls_port", _number(0, 65535), help="RESP over TLS", metavar="N"),
+    "--tls-cert-file": Flag("tls_cert", Path, help="certificate of the server", metavar="PATH"),
+    "--tls-key-file": Flag("tls_key", Path, help="its key", metavar="PATH"),
+    "--tls-ca-cert-file": Flag(
+        "tls_ca", Path, help="clients need a certificate of this CA", metavar="PATH"
     ),
     "--embedded": Flag("embedded", help="end when the last client has left"),
 }
@@ -325,12 +330,12 @@ def parse(argv: Sequence[str], environment: ServerEnvironment) -> tuple[ServerCo
     if "wal_size_mb" in fields:
         fields["wal_size"] = fields.pop("wal_size_mb") << 20
     fields["tls"] = _tls(fields)
+    fields["attention"] = _attention(fields)
     fields["tenants"] = tenant_table(
         fields.get("tenants", ()),
         fields.pop("quotas", ()),
         fields.get("password") or environment.password or "",
     )
-    fields["attention"] = _attention(fields)
     folder = fields.setdefault("folder", Path.cwd())
     fields["folder"] = folder.expanduser().absolute()
     fields.setdefault("password", environment.password or "")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pion_vllm_mlx.server.attention.cache import AttentionCache, AttentionSettings
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.attention.cache import AttentionCache, AttentionSettings
 from pion_vllm_mlx.server.directory import Directory, Known
+from pion_vllm_mlx.server.identifiers import ClientIds, RollbackIds
 from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.keyspace.data import Data
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace, Watch
@@ -24,7 +24,6 @@ from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.memory_limit import MemoryLimit
 from pion_vllm_mlx.server.shares import Shares
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
-from pion_vllm_mlx.server.store.records import Record
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
 from pion_vllm_mlx.server.store.totals import Totals
@@ -129,11 +128,6 @@ class Export:
     crc: int
 
 
-def _ids_since_now() -> Iterator[int]:
-    """Numbers that no earlier process gave out: from the start time in µs on."""
-    return itertools.count(time.time_ns() // 1000)
-
-
 @dataclass
 class Server:
     """Everything that lives as long as the process."""
@@ -157,24 +151,21 @@ class Server:
     connections_total: int = 0
     commands_total: int = 0
     last_save: int = 0
-    rollback_ids: Iterator[int] = field(default_factory=_ids_since_now)
 
     def __post_init__(self) -> None:
+        self.client_ids = ClientIds(self.config.worker, self.config.workers)
+        self.rollback_ids = RollbackIds(self.config.tenants)
         self.memory_limit = MemoryLimit(self.config.maxmemory)
         self.totals = Totals(self.store.state)
         self.store.on_change = self.sessions_changed
+        if self.keyspace.wal is not None:
+            self.store.space.use.logs.append(self.keyspace.wal)
+        tenants = self.config.tenants
+        self.shares = Shares(tenants, self.store, self.keyspace, self.memory) if tenants else None
         self.attention = AttentionCache(self.config.attention, self.store.run)
         if tenants:
             self.attention.slots.owner = lambda sid: owner_of(sid, tenants)
-        self._counted = self.store.on_effects
-        self.store.on_effects = self._effects
-
-    def _effects(self, effects: Iterable[Record]) -> None:
-        """The store has applied these."""
-        self._counted(effects)
-        self.attention.dropped(effects)
-        tenants = self.config.tenants
-        self.shares = Shares(tenants, self.store, self.keyspace, self.memory) if tenants else None
+        self.attention.follow(self.store)
 
     def sessions_changed(self, sids: Iterable[bytes]) -> None:
         """Delete the exported files of sessions that changed; who has one open keeps it.

@@ -27,6 +27,11 @@ class Transaction:
     broken: bool = False
     _bytes: int = 0
 
+    def growth(self) -> int:
+        """Bytes of arguments of the commands that store something."""
+        stored = (arg for entry, args in self.commands if entry.grows for arg in args)
+        return sum(len(arg) for arg in stored if isinstance(arg, bytes))
+
     def queue(self, command: Command, args: list[Arg]) -> Simple:
         """Keep a command for EXEC. Raises CommandError for one that cannot be in here."""
         if not command.keyspace and command.name not in _HARMLESS:

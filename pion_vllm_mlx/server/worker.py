@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pion_vllm_mlx.errors import ConfigError, PionError
+from pion_vllm_mlx.errors import ConfigError, DamagedData, PionError
 from pion_vllm_mlx.server import log_format, metrics
 from pion_vllm_mlx.server.directory import SharedDirectory
 from pion_vllm_mlx.server.listening import Doors, Listener, listen
-from pion_vllm_mlx.server.main import run_loop, serve
+from pion_vllm_mlx.server.main import DAMAGE_ADVICE, run_loop, serve
 from pion_vllm_mlx.server.session import Server, ServerConfig
 from pion_vllm_mlx.server.store.eviction import drop_session
 from pion_vllm_mlx.server.store.records import Record
@@ -123,7 +123,8 @@ def main() -> int:
         worker = _Worker(orders, directory)
         run_loop(serve(orders.config, worker.open_doors, worker.directory))
     except (PionError, ConfigError, OSError) as error:
-        print(f"FATAL worker {orders.config.worker}: {error}", file=sys.stderr, flush=True)
+        advice = DAMAGE_ADVICE if isinstance(error, DamagedData) else ""
+        print(f"FATAL worker {orders.config.worker}: {error}{advice}", file=sys.stderr, flush=True)
         return 1
     return 0
 

@@ -33,13 +33,22 @@ _SMALL_LENGTHS = {b"%d" % n: n for n in range(1024)}
 
 @dataclass(frozen=True)
 class Limits:
-    """What one connection may ask the parser to hold; sizes in bytes."""
+    """What one connection may ask the parser to hold; sizes in bytes.
+
+    ``unknown_client``: nobody has authenticated yet. What is over a limit then waits until the
+    commands before it are taken out of ``commands``: one of them may be AUTH.
+    """
 
     max_bulk: int = 512 * _KIB * _KIB
     max_command: int = 1024 * _KIB * _KIB
     max_args: int = 1_048_576
     max_inline: int = 64 * _KIB
     inline_bulk_bytes: int = 64 * _KIB
+    unknown_client: bool = False
+
+
+#: what redis lets a client ask for that has not given the password.
+UNAUTHENTICATED = Limits(max_bulk=16 * _KIB, max_args=10, unknown_client=True)
 
 
 class BulkTarget(Protocol):
@@ -107,13 +116,15 @@ class RequestParser:
     ``commands`` holds complete commands in order; an argument is ``bytes``, or the
     filled target of a long bulk string. ``error`` is set once, by the first bytes
     that are not RESP; commands before it stay valid, nothing after it is parsed.
-    ``limits`` may be replaced between two calls.
+    ``limits`` may be replaced between two calls. ``waits``: what comes next is over a limit
+    that a command before it may lift; ``buffer_updated(0)`` once they are executed goes on.
     """
 
     def __init__(self, limits: Limits, open_bulk: OpenBulk = open_in_memory) -> None:
         self.limits = limits
         self.commands: deque[list[Arg]] = deque()
         self.error: ProtocolError | None = None
+        self.waits = False
         self._open_bulk = open_bulk
         self._view = memoryview(bytearray(_BASE_CAPACITY))
         self._start = 0
@@ -159,6 +170,8 @@ class RequestParser:
         """
         if self.error is not None:
             return self._view
+        if self.waits:
+            return None
         if self._target is not None and self._target_left:
             if self._start < self._end:
                 return None
@@ -177,6 +190,7 @@ class RequestParser:
         else:
             self._end += n
             self._last_read = n
+        self.waits = False
         try:
             self._parse()
         except ProtocolError as error:
@@ -271,7 +285,8 @@ class RequestParser:
             length = lengths.get(digits)
             if length is None:
                 length = _decimal(digits, "Protocol error: invalid bulk length")
-            self._admit(length)
+            if not self._admits(length):
+                break
             if length > self.limits.inline_bulk_bytes:
                 self._start = base + line_end + 2
                 self._command_bytes += length
@@ -296,11 +311,21 @@ class RequestParser:
         self._start = base + at
         return False
 
-    def _admit(self, length: int) -> None:
-        """Refuse a bulk string over a limit, before any of it is read."""
+    def _admits(self, length: int) -> bool:
+        """Refuse a bulk string over a limit, before any of it is read; False: it has to wait."""
         limits = self.limits
-        if length > limits.max_bulk or self._command_bytes + length > limits.max_command:
+        if length <= limits.max_bulk and self._command_bytes + length <= limits.max_command:
+            return True
+        if not limits.unknown_client or length > Limits.max_bulk:
             raise ProtocolError("Protocol error: invalid bulk length")
+        return self._may_be_lifted("Protocol error: unauthenticated bulk length")
+
+    def _may_be_lifted(self, refusal: str) -> bool:
+        """Raise the refusal unless commands have to be executed first; then False."""
+        if not self.commands:
+            raise ProtocolError(refusal)
+        self.waits = True
+        return False
 
     def _command_header(self, data: bytes, at: int) -> tuple[int, bool]:
         """Read ``*<count>`` or an inline command; where it ends, and whether whole."""
@@ -319,7 +344,9 @@ class RequestParser:
             else:
                 count = _decimal(digits, "Protocol error: invalid multibulk length")
         if count > self.limits.max_args:
-            raise ProtocolError("Protocol error: invalid multibulk length")
+            if not self.limits.unknown_client or count > Limits.max_args:
+                raise ProtocolError("Protocol error: invalid multibulk length")
+            return at, self._may_be_lifted("Protocol error: unauthenticated multibulk length")
         self._args_left = count
         return line_end + 2, True
 

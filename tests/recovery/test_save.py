@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.errors import CommandError, DamagedData
 from pion_vllm_mlx.server.store import framing
 from tests.recovery.broken import SSM_WAL, VSTORE_WAL, content_of
 from tests.recovery.driving import Driver, Options, refused
@@ -203,6 +203,27 @@ def test_a_portable_copy_alone_restores_everything(folder: Path) -> None:
         driver.ask("KV.PREFIX.SAVE")
         extended = driver.content()
     assert content_of(target) == extended
+
+
+def test_a_portable_copy_that_was_cut_short_is_refused_as_such(folder: Path) -> None:
+    source, target = folder / "source", folder / "target"
+    source.mkdir()
+    target.mkdir()
+    with _unsaved(source) as driver:
+        driver.ask("KV.PREFIX.SAVE", "copy.bin")
+    data = (source / "copy.bin").read_bytes()
+    manifest = data.index(b"PIONSS01")
+    cuts = {0, 5, 31, 32, 33, manifest - 1, manifest + 1, manifest + 8, manifest + 40}
+    cuts |= {len(data) // 2, len(data) - 1, len(data) - 24, len(data) - 25}
+    for cut in sorted(cuts):
+        (target / MANIFEST).write_bytes(data[:cut])
+        with pytest.raises(DamagedData) as caught:
+            Driver(target)
+        text = str(caught.value)
+        assert text.startswith(f"{MANIFEST} at "), cut
+        assert "the file is cut short; if it is a copy, copy it once more, whole" in text, cut
+        assert ("no table of contents at its end" in text) == (cut > manifest), cut
+        assert not list((target / "pion.segments.0").glob("*.safetensors"))
 
 
 def test_a_restore_interrupted_anywhere_is_done_again(folder: Path) -> None:

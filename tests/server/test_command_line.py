@@ -194,6 +194,43 @@ def test_a_file_in_the_way_of_the_socket_is_not_deleted(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_text() == "mine"
 
 
+@pytest.mark.parametrize("more", [(), ("-w", "2", "--independent-workers"), ("--embedded",)])
+def test_a_socket_that_cannot_be_made_is_named_with_its_flag(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    port = str(free_port_block())
+    path = tmp_path / "nope" / "x.sock"
+    code, output = run("-p", port, "--unixsocket", str(path), *more, cwd=tmp_path)
+    assert code == 1 and "FATAL" in output and "Traceback" not in output
+    assert "--unixsocket" in output and str(path.parent) in output
+
+
+@pytest.mark.parametrize("more", [(), ("-w", "2", "--independent-workers")])
+def test_a_memory_limit_below_the_servers_own_use_is_refused_with_the_figure(
+    tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    port = str(free_port_block())
+    code, output = run("-p", port, "--maxmemory", "1mb", *more, cwd=tmp_path)
+    assert code == 1 and "FATAL" in output and "Traceback" not in output
+    assert re.search(r"--maxmemory: [\d,]+ bytes are less than the [\d,]+ that the server", output)
+
+
+def test_a_server_whose_data_is_past_the_memory_limit_starts_and_says_so(
+    server: RunningServer,
+) -> None:
+    server.start()
+    with Wire.tcp(server.port) as wire:
+        before = int(wire.info("INFO", "memory")["used_memory_anonymous"])
+        for number in range(96):
+            wire.ok("SET", f"k{number}", bytes(1 << 20))
+    server.restart("--maxmemory", str(before + (48 << 20)))
+    assert "every write is refused until something is deleted" in server.output()
+    with Wire.tcp(server.port) as wire:
+        assert str(wire.ask("SET", "k", "v")).startswith("OOM")
+        assert wire.ask("DEL", *(f"k{number}" for number in range(96))) == 96
+        wire.ok("SET", "k", "v")
+
+
 def test_the_socket_of_a_living_server_is_not_taken(server: RunningServer, tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory() as short:
         path = str(Path(short) / "s")
@@ -288,7 +325,7 @@ def test_nothing_is_served_without_the_password(server: RunningServer) -> None:
             ("V.STOREBATCH", "a_pk", 0, 0, 1, ROW),
             ("SSM.PREFIX.FETCH", "a", 0),
             ("SHUTDOWN",),
-            ("SSM.PREFIX.STORE", "a", 0, bytes(9 << 20)),
+            ("SSM.PREFIX.STORE", "a", 0, bytes(16_000)),
         ):
             assert wire.ask(*words) == NOAUTH, words[0]
         assert str(wire.ask("HELLO", 3)).startswith("NOAUTH ")

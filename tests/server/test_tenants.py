@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -381,6 +382,33 @@ def test_slots_are_counted_within_the_tenant(users: dict[str, Wire]) -> None:
         assert a.ask(create, "slot1", 2, *more) == first + 1
         assert a.ask(create, "slot0", 2, *more) == first
     admin.ask("V.DROP", *(f"b:slot{number}" for number in range(5)))
+
+
+def test_ids_do_not_tell_a_tenant_how_busy_others_are(
+    users: dict[str, Wire], server: RunningServer
+) -> None:
+    a, b, admin = users["a"], users["b"], users["admin"]
+    for wire in (a, b):
+        wire.ask("V.CREATE", "ids", 2)
+    first = a.ask("V.SNAPSHOT", "ids")
+    assert first > 0
+    for _ in range(5):
+        b.ask("V.COMMIT", "ids", b.ask("V.SNAPSHOT", "ids"))
+    admin.ask("V.CREATE", "ids", 2)
+    admin.ask("V.SNAPSHOT", "ids")
+    assert a.ask("V.SNAPSHOT", "ids") == first + 1
+    # an admin's point of the same session is one of the tenant's
+    assert admin.ask("V.SNAPSHOT", "a:ids") == first + 2
+    # the id of a connection says when it came, and nothing of those that came before it
+    for _ in range(20):
+        Wire.tcp(server.port).close()
+    now = time.time_ns() // 1000
+    with Wire.tcp(server.port) as wire:
+        assert wire.ask("HELLO", 3, "AUTH", "a", "pa")[b"id"] == (mine := wire.ask("CLIENT", "ID"))
+        assert now <= mine <= time.time_ns() // 1000
+        assert f"id={mine} " in wire.ask("CLIENT", "INFO").decode()
+    for name in ("ids", "a:ids", "b:ids"):
+        admin.ask("V.DROP", name)
 
 
 def test_a_long_store_is_received_under_its_own_name(users: dict[str, Wire]) -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pion_vllm_mlx.wire.requests import UNAUTHENTICATED
 from pion_vllm_mlx.wire.resp import (
     Arg,
     BulkTarget,
@@ -241,6 +242,58 @@ def test_limits_can_be_replaced_between_calls() -> None:
     feed(parser, request(b"MSET", b"a", b"1"))
     assert parser.error is None
     assert len(parser.commands) == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"*11\r\n", "unauthenticated multibulk length"),
+        (b"*1000000\r\n", "unauthenticated multibulk length"),
+        (b"*99999999\r\n", "invalid multibulk length"),
+        (b"*2\r\n$4\r\nAUTH\r\n$16385\r\n", "unauthenticated bulk length"),
+        (b"*2\r\n$4\r\nAUTH\r\n$536870913\r\n", "invalid bulk length"),
+    ],
+)
+def test_who_is_not_known_may_ask_for_little(data: bytes, sentence: str) -> None:
+    parser = RequestParser(UNAUTHENTICATED)
+    feed(parser, data)
+    assert str(parser.error) == f"Protocol error: {sentence}"
+
+
+def test_who_is_not_known_may_ask_for_what_redis_lets_it() -> None:
+    parser = RequestParser(UNAUTHENTICATED)
+    words = [b"x"] * 9 + [b"y" * 16384]
+    feed(parser, request(*words))
+    assert parser.error is None and commands_of(parser) == [words]
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        (b"*11\r\n$1\r\nx\r\n", b"$1\r\nx\r\n" * 10),
+        (b"*2\r\n$3\r\nSET\r\n$16385\r\nyy", b"y" * 16383 + b"\r\n"),
+    ],
+    ids=["many words", "a long word"],
+)
+def test_what_is_too_much_for_the_unknown_waits_for_the_commands_before_it(
+    start: bytes, end: bytes
+) -> None:
+    def waiting() -> RequestParser:
+        parser = RequestParser(UNAUTHENTICATED)
+        feed(parser, request(b"AUTH", b"pw") + start)
+        assert parser.error is None and parser.waits and parser.get_buffer() is None
+        assert commands_of(parser) == [[b"AUTH", b"pw"]]
+        parser.commands.clear()
+        return parser
+
+    accepted, refused = waiting(), waiting()
+    accepted.limits = Limits()
+    accepted.buffer_updated(0)
+    feed(accepted, end)
+    assert accepted.error is None and not accepted.waits
+    assert [len(words) for words in accepted.commands] in ([11], [2])
+    refused.buffer_updated(0)
+    assert "unauthenticated" in str(refused.error)
 
 
 def test_a_command_of_very_many_arguments_is_parsed() -> None:

@@ -156,6 +156,12 @@ def _header(request: ExportRequest) -> tuple[bytes, int]:
     return struct.pack("<Q", len(text)) + text, at
 
 
+def _size_of_file(request: ExportRequest) -> tuple[int, int]:
+    """Bytes of the header and of the data of an export."""
+    header, nbytes = _header(request)
+    return len(header), nbytes
+
+
 def _file_crc(path: Path) -> int | None:
     """The checksum of a whole file, None when it cannot be read. May block."""
     crc = 0
@@ -192,7 +198,7 @@ def _write(request: ExportRequest, path: Path) -> int:
 @command(
     "V.EXPORT",
     -8,
-    "Writes rows of both sides to a safetensors file; its path.",
+    "Writes rows of both sides to a safetensors file; its path, for clients on this host.",
     syntax="k_sid v_sid start end n_layers n_heads head_dim [FMT STORED]",
     kvcache=True,
     home="session",
@@ -214,7 +220,7 @@ async def v_export(context: Context, args: list[Arg]) -> Reply:
     folder = export_folder(context.server.config)
     name = f"{export_prefix(context.server.config)}{secrets.token_hex(8)}.safetensors"
     path = folder.resolve() / name
-    await context.store.make_room(0)
+    await context.store.make_room(sum(_size_of_file(request)))
     try:
         crc = await context.store.run(lambda: _write(request, path))
     except OSError as error:
@@ -227,4 +233,5 @@ async def v_export(context: Context, args: list[Arg]) -> Reply:
     if stale is not None:
         stale.path.unlink(missing_ok=True)
     exports[key] = Export(path, version, crc)
+    context.store.space.use.look_again()
     return str(path)

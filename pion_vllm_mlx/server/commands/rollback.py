@@ -30,7 +30,7 @@ def _session(context: Context, sid: bytes, where: str) -> Session:
 @command(
     "V.SNAPSHOT",
     2,
-    "Takes a rollback point of a session; its id.",
+    "Remembers the length of every layer of a session, in memory; the id of this point.",
     syntax="sid",
     kvcache=True,
     home="session",
@@ -41,7 +41,7 @@ def v_snapshot(context: Context, args: list[Arg]) -> Reply:
     session = _session(context, arguments.sid(args[1]), "V.SNAPSHOT")
     if len(session.rollback) >= MAX_POINTS:
         raise CommandError("V.SNAPSHOT: no free snapshot slot")
-    point = next(context.server.rollback_ids)
+    point = context.server.rollback_ids.next(session.sid)
     session.rollback[point] = {layer: rows.count for layer, rows in session.layers.items()}
     return point
 
@@ -49,7 +49,7 @@ def v_snapshot(context: Context, args: list[Arg]) -> Reply:
 @command(
     "V.RESTORE",
     3,
-    "Takes back what was stored since a rollback point.",
+    "Cuts every layer to its length at a rollback point; rows overwritten since then stay so.",
     syntax="sid snap_id",
     write=True,
     kvcache=True,
@@ -75,7 +75,7 @@ def v_restore(context: Context, args: list[Arg]) -> Effect:
 @command(
     "V.COMMIT",
     3,
-    "Releases a rollback point; 0 when it is gone.",
+    "Releases a rollback point, what was stored since stays; 0 when the point is gone.",
     syntax="sid snap_id",
     kvcache=True,
     home="session",

@@ -86,6 +86,8 @@ def _persistence(server: Server) -> list[tuple[str, object]]:
         ("wal_bytes", server.store.vstore_wal.size),
         ("ssm_wal_bytes", server.store.ssm_wal.size),
         ("keyspace_wal_bytes", server.keyspace.wal_bytes),
+        ("disk_used_bytes", server.store.space.used_bytes()),
+        ("disk_budget_bytes", server.store.space.disk_budget),
     ]
 
 

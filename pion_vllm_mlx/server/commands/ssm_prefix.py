@@ -20,6 +20,7 @@ from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, state_is_intact
 from pion_vllm_mlx.server.store.segments import Region
 from pion_vllm_mlx.server.store.space import disk_error
 from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store
+from pion_vllm_mlx.server.upload_room import UploadRoom
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Simple
 
 OK = Simple("OK")
@@ -64,6 +65,7 @@ def open_state(context: Context, args: list[Arg], length: int) -> BulkTarget:
     )
     inbound.region = region
     inbound.abandon = lambda: store.space.release(region)
+    inbound.room = UploadRoom(store, when_room)
     return inbound
 
 
@@ -115,6 +117,7 @@ async def _from_memory(
     view = memoryview(blob) if isinstance(blob, bytes) else blob.view
     crc = crc32c(view)
     if store.config.wal and len(view) < INLINE_BYTES:
+        await store.make_little_room(len(view))
         return StoredState(sid, layer, len(view), crc, None, bytes(view))
     region = await store.reserve(sid, len(view), 1)
     try:

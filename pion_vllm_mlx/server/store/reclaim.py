@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 #: bytes that one step copies, at most by one run more.
 STEP_BYTES = 32 << 20
+_LEAST_STEP_BYTES = 1 << 20
 #: how long one step may look for something to do, on the event loop.
 _LOOK_SECONDS = 0.002
 
@@ -34,6 +35,10 @@ class Reclaimer:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._sharer = Sharer(store)
+        budget = store.config.disk_budget
+        # for a moment what is copied is there twice
+        part = max(_LEAST_STEP_BYTES, budget // 64) if budget else STEP_BYTES
+        self._step_bytes = min(STEP_BYTES, part)
 
     async def step(self) -> bool:
         """Tidy a group or share a session's rows, or a part; whether there was something to do.
@@ -52,7 +57,7 @@ class Reclaimer:
         while untidy and time.monotonic() < ends_at:
             group = next(iter(untidy))
             del untidy[group]
-            copies = plan(store.state, store.segments, group, STEP_BYTES)
+            copies = plan(store.state, store.segments, group, self._step_bytes)
             if copies:
                 await _to_its_end(self._carry_out(Job.begin(store.segments, copies)))
                 untidy[group] = None

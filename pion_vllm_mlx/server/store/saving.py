@@ -55,11 +55,20 @@ class Saver:
     # -- when ------------------------------------------------------------------
 
     def due(self, quiet_seconds: float) -> bool:
-        """Whether the logs are past their size: in a quiet moment, or far past it in any."""
+        """Whether the logs are past their size: in a quiet moment, or far past it in any.
+
+        So, too, when evicted prefixes still lie in logs and snapshots.
+        """
         store = self._store
+        if store.space.owed > store.config.wal_size:
+            return True
         if time.monotonic() - store.last_write >= quiet_seconds:
             return store.vstore_wal.size + store.ssm_wal.size > store.config.wal_size
         return any(self._pressing(wal, path) for wal, path in self._pairs())
+
+    def behind(self) -> bool:
+        """Whether so much that was evicted lies in logs and snapshots that stores have to wait."""
+        return self._store.space.owed > BUSY_FACTOR * self._store.config.wal_size
 
     def _pressing(self, wal: Wal, snapshot_path: Path) -> bool:
         size = self._store.config.wal_size
@@ -81,10 +90,12 @@ class Saver:
             waiting = iter(sorted(self._groups()))
             while batch := list(islice(waiting, SEAL_BATCH)):
                 await store.seal_locked(batch)
+            owed = store.space.owed
             try:
                 saved = await store.run(lambda: self._write_snapshots(path))
                 store.state.move_inline_states(saved)
                 await store.run(self._empty_logs)
+                store.space.saved(owed)
             except OSError as error:
                 raise CommandError(f"KV.PREFIX.SAVE failed: {error}") from error
 
@@ -142,10 +153,11 @@ class Saver:
     async def _write_in_steps(self) -> None:
         store = self._store
         async with store.write_lock:
+            owed = store.space.owed
             logs = [
                 _Log(wal, path, wal.next_lsn - 1, wal.size)
                 for wal, path in self._pairs()
-                if wal.size > store.config.wal_size // 4
+                if owed or wal.size > store.config.wal_size // 4
             ]
             frozen = await store.run(lambda: snapshot.frozen(store.state))
         saved = await store.run(lambda: self._publish(frozen, logs))
@@ -153,6 +165,7 @@ class Saver:
         async with store.write_lock:
             store.state.move_inline_states(_unchanged(store.state, frozen, saved))
             await store.run(lambda: _shorten(logs, tails))
+        store.space.saved(owed)
 
     def _publish(self, frozen: State, logs: Iterable[_Log]) -> list[SavedState]:
         """Write the snapshots of the logs. Blocks; raises OSError."""

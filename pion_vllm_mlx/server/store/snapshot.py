@@ -45,6 +45,7 @@ from pion_vllm_mlx.server.store.wal import Inline, Logged
 
 PORTABLE = b"PIONPC01"
 _COUNT = struct.Struct("<Q")
+_CUT = "the file is cut short; if it is a copy, copy it once more, whole"
 _TRAILER = struct.Struct("<QII8s")
 
 
@@ -173,7 +174,10 @@ def load(path: Path, magic: bytes) -> tuple[int, Iterator[Logged]] | None:
     if not path.exists():
         return None
     file = FileHandle(path, os.O_RDONLY)
+    if file.size() < framing.HEADER_BYTES:
+        raise DamagedData(f"{path.name} at {file.size()}: {_CUT}")
     found = framing.scan(file.mapped(), magic, path.name)
+    _refuse_cut(path.name, file, found)
     if found.damage is not None:
         raise DamagedData(f"{path.name} at {found.damage.offset}: {found.damage.reason}")
     for number, frame in enumerate(found.frames):
@@ -187,7 +191,17 @@ def load(path: Path, magic: bytes) -> tuple[int, Iterator[Logged]] | None:
         if not records.is_known(frame.op):
             at = frame.payload_offset - framing.FRAME_BYTES
             raise DamagedData(f"{path.name} at {at}: unknown operation {frame.op}")
-    raise DamagedData(f"{path.name} at {found.valid_bytes}: the file is cut")
+    raise DamagedData(f"{path.name} at {found.valid_bytes}: {_CUT}")
+
+
+def _refuse_cut(name: str, file: FileHandle, found: framing.Scan) -> None:
+    """Raise DamagedData for a portable copy whose end, and with it its table, is missing."""
+    if not found.frames or found.frames[-1].op != framing.END:
+        return
+    end = found.frames[-1].payload_offset + len(found.frames[-1].payload)
+    behind = pread_exactly(file.fd, min(8, file.size() - end), end)
+    if behind and framing.SSM_SNAPSHOT.startswith(behind):
+        raise DamagedData(f"{name} at {file.size()}: no table of contents at its end: {_CUT}")
 
 
 def _logged(file: FileHandle, frames: Iterable[framing.Frame]) -> Iterator[Logged]:

@@ -10,8 +10,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.eviction import (
@@ -20,21 +20,29 @@ from pion_vllm_mlx.server.store.eviction import (
     drop_namespace,
     drop_session,
 )
+from pion_vllm_mlx.server.store.folder_use import FolderUse
 from pion_vllm_mlx.server.store.index import InSegment, Session, group_of
-from pion_vllm_mlx.server.store.records import Record
+from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
 from pion_vllm_mlx.server.store.sealing import group_segments, sessions_of
 from pion_vllm_mlx.server.store.segments import Region, Segment, SegmentFolder
 from pion_vllm_mlx.server.store.state import State
+from pion_vllm_mlx.server.store.wal import Inline
 
 log = logging.getLogger(__name__)
 
 #: what a disk budget always leaves free.
 RESERVED_FREE_BYTES = 5 << 30
+#: how long small stores are granted out of what was measured.
+_GRANT_SECONDS = 0.05
 
 
 @dataclass
 class Space:
-    """The segments of a store under its limits; ``disk_budget`` in bytes, 0 = no limit."""
+    """The segments of a store under its limits; ``disk_budget`` in bytes, 0 = no limit.
+
+    ``use``: what counts beside the segments. ``owed``: bytes in logs and snapshots whose
+    prefixes were evicted; the next save gives them back.
+    """
 
     state: State
     segments: SegmentFolder
@@ -42,11 +50,19 @@ class Space:
     disk_budget: int
     max_sessions: int
     pin_limits: PinLimits
+    use: FolderUse
     evictions: int = 0
+    owed: int = 0
+    _granted: int = field(default=0, repr=False)
+    _granted_until: float = field(default=0.0, repr=False)
 
     def disk_bytes(self) -> int:
         """Bytes of the segment files on disk."""
         return self.segments.disk_bytes()
+
+    def used_bytes(self) -> int:
+        """All that counts against the budget: what the files of the data folder occupy."""
+        return self.disk_bytes() + self.use.total()
 
     # -- eviction --------------------------------------------------------------
 
@@ -55,7 +71,23 @@ class Space:
         if not self.disk_budget:
             return 0
         free = shutil.disk_usage(self.segments.path).free
-        return nbytes + max(self.disk_bytes() - self.disk_budget, RESERVED_FREE_BYTES - free)
+        over = self.used_bytes() - self.disk_budget
+        return nbytes + max(over, RESERVED_FREE_BYTES - free) - self.owed
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a small store fits, by what was measured a moment ago."""
+        if not self.disk_budget:
+            return True
+        now = time.monotonic()
+        if now > self._granted_until or nbytes > self._granted:
+            self._granted, self._granted_until = -self.excess(0), now + _GRANT_SECONDS
+        self._granted -= nbytes
+        return self._granted >= 0
+
+    def saved(self, owed: int) -> None:
+        """Logs and snapshots are rewritten without what was ``owed`` when that began."""
+        self.owed -= owed
+        self.use.look_again()
 
     def evict_for_bytes(self, excess: int) -> list[Record]:
         """Effects that make one prefix or session leave, with all that hold the same bytes.
@@ -63,7 +95,7 @@ class Space:
         Raises CommandError when even an empty store would not do.
         """
         victims = self._victims()
-        if not victims or excess > self.disk_bytes():
+        if not victims or excess > self.disk_bytes() + self.use.of_prefixes():
             raise CommandError("the disk budget does not allow this store")
         effects: list[Record] = []
         for victim in victims:
@@ -73,17 +105,36 @@ class Space:
                 effects += drop_session(self.state, victim, "evicted", now)
             else:
                 effects += drop_namespace(self.state, group, "evicted", now)
+        self.owed += self._outside_of_segments(effects)
+        self.use.look_again()
         return effects
+
+    def _outside_of_segments(self, effects: Iterable[Record]) -> int:
+        """Bytes in logs and snapshots that nothing needs any more after these drops."""
+        nbytes = 0
+        for effect in dict.fromkeys(effects):
+            if isinstance(effect, Drop):
+                sessions = (self.state.sessions.get(sid) for sid in effect.sids)
+                runs = (run for session in sessions if session for run in session.runs())
+                nbytes += sum(r.shape.file_bytes for r in runs if isinstance(r.place, Inline))
+            elif isinstance(effect, DropStates):
+                blobs = (b for sid in effect.sids for b in self.state.states.get(sid, {}).values())
+                nbytes += sum(blob.length for blob in blobs if isinstance(blob.place, Inline))
+        return nbytes
 
     def _victims(self) -> list[Session]:
         """The first sessions, one a group, whose leaving together frees bytes; oldest first.
 
         One whose rows all lie where prefixes live that leave later stays: it costs nothing.
-        It leaves together with the last of those that hold the same bytes.
+        It leaves together with the last of those that hold the same bytes. So stays one that
+        holds nothing yet, or is being stored to: nothing would be freed.
         """
         before: dict[bytes, Session] = {}
+        with_states = self._with_states()
         for session in self.policy.victims(self.state):
             group = group_of(session.sid)
+            if self._frees_nothing(session, group, with_states):
+                continue
             before.setdefault(group, session)
             segments = group_segments(self.state, group)
             if not segments:
@@ -93,6 +144,22 @@ class Space:
                 fewest = min(freed, key=len)
                 return [first for one, first in before.items() if one in fewest]
         return []
+
+    def _with_states(self) -> set[bytes]:
+        """The namespaces that have states: of ``a@1@2`` each of ``a``, ``a@1``, ``a@1@2``."""
+        found = set(self.state.states)
+        for sid in self.state.states:
+            at = sid.find(b"@")
+            while at >= 0:
+                found.add(sid[:at])
+                at = sid.find(b"@", at + 1)
+        return found
+
+    def _frees_nothing(self, session: Session, group: bytes, with_states: set[bytes]) -> bool:
+        if any(segment.writers for segment in self.segments.of_group(group)):
+            return True
+        sides = self.state.sides(group) if group != session.sid else [session]
+        return not any(side.layers for side in sides) and group not in with_states
 
     def evict_for_sessions(self, arriving: int) -> list[Record]:
         """Effects that free session slots for ``arriving`` new sessions."""
@@ -111,7 +178,8 @@ class Space:
         Evicts nothing: refuses, with CommandError, only what can never fit, and when the
         disk does.
         """
-        if self.disk_budget and nbytes > self.disk_budget:
+        most = self.disk_budget - self.use.total() + self.use.of_prefixes()
+        if self.disk_budget and nbytes > most:
             raise CommandError("the disk budget does not allow this store")
         try:
             return self.segments.reserve(group, nbytes, tensors)

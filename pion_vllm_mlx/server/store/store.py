@@ -9,6 +9,7 @@ belongs to the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 import time
@@ -28,6 +29,7 @@ from pion_vllm_mlx.server.store.eviction import (
     drop_namespace,
 )
 from pion_vllm_mlx.server.store.files import raise_file_limit
+from pion_vllm_mlx.server.store.folder_use import FolderUse
 from pion_vllm_mlx.server.store.index import Run, Session, StateBlob
 from pion_vllm_mlx.server.store.records import Create, Drop, Expire, Record, Rows, Truncate
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
@@ -96,6 +98,8 @@ class Store:
         self.state = found.state
         self.segments = found.folder
         pins = PinLimits.half_of(config.max_sessions, config.disk_budget)
+        use = FolderUse(config.folder, config.worker)
+        use.logs += (found.vstore_wal, found.ssm_wal)
         self.space = Space(
             found.state,
             found.folder,
@@ -103,6 +107,7 @@ class Store:
             config.disk_budget,
             config.max_sessions,
             pins,
+            use,
         )
         self.space.disk_bytes()  # looks at every file, while nobody waits
         self.vstore_wal = found.vstore_wal
@@ -122,6 +127,7 @@ class Store:
         self.io = ThreadPoolExecutor(4, thread_name_prefix="store-io")
         self._log_thread = ThreadPoolExecutor(1, thread_name_prefix="store-log")
         self.saver = Saver(self)
+        self._catching_up = asyncio.Lock()
         if found.salvaged and config.wal:
             self.saver.write_files()
 
@@ -227,6 +233,8 @@ class Store:
         """
         if self.space.excess(nbytes) <= 0:
             return
+        if self.saver.behind():
+            await self._catch_up()
         async with self.write_lock:
             flushed = await self._discard()
             while (excess := self.space.excess(nbytes)) > 0:
@@ -236,6 +244,18 @@ class Store:
                 await self.close_retired()
                 # an upload may have broken off meanwhile, in what was emptied before
                 flushed = flushed and await self._discard()
+
+    async def _catch_up(self) -> None:
+        """Let the logs give back what was evicted before more of that is evicted."""
+        async with self._catching_up:
+            if self.saver.behind():
+                with contextlib.suppress(CommandError):  # then the folder is larger for a while
+                    await self.save_in_steps()
+
+    async def make_little_room(self, nbytes: int) -> None:
+        """As ``make_room``, for what rides in a log: mostly without a look at the disk."""
+        if not self.space.fits(nbytes):
+            await self.make_room(nbytes)
 
     async def close_retired(self) -> None:
         """Let go of files that went and that nobody reads any more."""

@@ -1,0 +1,180 @@
+"""Under a disk budget the whole folder stays within it: logs, snapshots and keys count."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pion_vllm_mlx.server.main import BUDGET_OF_LOGS, LEAST_LOG_BYTES
+from tests.conftest import RunningServer, free_port_block
+from tests.server.wire import Refusal, Wire
+
+MEGABYTE = 1 << 20
+WIDTH = 256
+ROW_BYTES = WIDTH * 2
+
+
+def du(folder: Path) -> int:
+    """Bytes on disk of everything in a folder, but for what a save is about to replace."""
+    total = 0
+    for path in folder.rglob("*"):
+        if path.name.endswith(".tmp"):
+            continue
+        try:
+            total += path.lstat().st_blocks * 512
+        except FileNotFoundError:  # a save replaces files
+            pass
+    return total
+
+
+def log_bytes(budget: int) -> int:
+    """How long a log may get in a busy time."""
+    return 4 * max(LEAST_LOG_BYTES, budget // BUDGET_OF_LOGS)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RunningServer]:
+    one = RunningServer(free_port_block(), tmp_path / "data")
+    try:
+        yield one
+    finally:
+        one.stop()
+
+
+def store(wire: Wire, name: str, rows: int, seed: int) -> object:
+    """K rows of a new prefix; the reply of the store."""
+    wire.ok("KV.PREFIX.REGISTER", name, WIDTH, "fp16")
+    blob = np.random.default_rng(seed).bytes(rows * ROW_BYTES)
+    return wire.ask("V.STOREBATCH", name + "_pk", 0, 0, rows, blob, "FMT", "F16")
+
+
+@pytest.mark.parametrize(("rows", "times"), [(100, 700), (4000, 60)], ids=["short", "long"])
+def test_the_folder_stays_within_the_budget_and_one_log(
+    server: RunningServer, rows: int, times: int
+) -> None:
+    budget = 24 * MEGABYTE
+    server.start("--disk-budget", str(budget), "--max-sessions", "65536")
+    highest = 0
+    with Wire.tcp(server.port) as wire:
+        for number in range(times):
+            assert store(wire, f"n{number}", rows, number) == "OK"
+            wire.ok("SSM.PREFIX.STORE", f"n{number}", 65_535, bytes(500))
+            wire.ok("SET", f"key{number}", bytes(1000))
+            if number % 20 == 0:
+                highest = max(highest, du(server.dir))
+        highest = max(highest, du(server.dir))
+        info = wire.info("INFO", "persistence")
+        assert abs(int(info["disk_used_bytes"]) - du(server.dir)) < MEGABYTE
+        assert info["disk_budget_bytes"] == str(budget)
+        assert wire.info("KV.PREFIX.INFO")["vstore_evictions"] != "0"
+        held = int(wire.info("KV.PREFIX.INFO")["vstore_bytes"])
+    assert highest <= budget + log_bytes(budget)
+    # nor is more thrown out than has to be
+    assert held >= budget // 2
+
+
+def test_states_alone_do_not_throw_out_more_than_their_bytes(server: RunningServer) -> None:
+    """Evicted states lie in a snapshot until the next save: they are not evicted for twice."""
+    budget = 16 * MEGABYTE
+    server.start("--disk-budget", str(budget), "--max-sessions", "65536")
+    with Wire.tcp(server.port) as wire:
+        for number in range(600):
+            name = f"n{number}"
+            wire.ok("KV.PREFIX.REGISTER", name, WIDTH, "fp16")
+            wire.ok("SSM.PREFIX.STORE", name, 0, np.random.default_rng(number).bytes(50_000))
+            if number == 200:
+                wire.ok("KV.PREFIX.SAVE")
+        prefixes = int(wire.info("KV.PREFIX.INFO")["registered_prefixes"])
+        assert 120 <= prefixes <= 340
+        assert du(server.dir) <= budget + log_bytes(budget)
+        wire.ok("KV.PREFIX.SAVE")
+        assert int(wire.info("KV.PREFIX.INFO")["registered_prefixes"]) == prefixes
+        assert du(server.dir) <= budget
+
+
+def test_uploads_at_once_stay_within_the_budget(server: RunningServer) -> None:
+    budget, clients = 48 * MEGABYTE, 4
+    server.start("--disk-budget", str(budget), "--max-sessions", "65536")
+    rows = 10 * MEGABYTE // ROW_BYTES
+    refused: list[object] = []
+
+    def work(client: int) -> None:
+        with Wire.tcp(server.port) as wire:
+            for number in range(6):
+                answer = store(wire, f"c{client}n{number}", rows, client)
+                if answer != "OK":
+                    refused.append(answer)
+
+    threads = [threading.Thread(target=work, args=(client,)) for client in range(clients)]
+    for thread in threads:
+        thread.start()
+    highest = 0
+    while any(thread.is_alive() for thread in threads):
+        highest = max(highest, du(server.dir))
+        threads[0].join(0.02)
+        for thread in threads[1:]:
+            thread.join(0.002)
+    assert refused == []
+    # a window of each upload may be on its way
+    assert highest <= budget + clients * 8 * MEGABYTE
+
+
+def test_who_announces_much_and_sends_nothing_throws_nobody_out(server: RunningServer) -> None:
+    server.start("--disk-budget", str(16 * MEGABYTE))
+    rows = 4 * MEGABYTE // ROW_BYTES
+    with Wire.tcp(server.port) as wire, Wire.tcp(server.port) as other:
+        for name in ("a", "b"):
+            assert store(wire, name, rows, 1) == "OK"
+        other.ok("KV.PREFIX.REGISTER", "c", WIDTH, "fp16")
+        words = (b"V.STOREBATCH", b"c_pk", b"0", b"0", b"%d" % (3 * rows))
+        head = b"*8\r\n" + b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words)
+        other.send(head + b"$%d\r\n" % (3 * rows * ROW_BYTES) + bytes(1000))
+        assert wire.ask("PING") == "PONG"
+        assert store(wire, "d", 100, 2) == "OK"
+        assert [wire.ask("KV.PREFIX.LOOKUP", name) for name in ("a", "b")] == ["HIT", "HIT"]
+        assert wire.info("KV.PREFIX.INFO")["vstore_evictions"] == "0"
+
+
+def test_plain_keys_make_prefixes_leave_and_are_refused_when_none_is_left(
+    server: RunningServer,
+) -> None:
+    budget = 8 * MEGABYTE
+    server.start("--disk-budget", str(budget))
+    with Wire.tcp(server.port) as wire:
+        assert store(wire, "a", 4 * MEGABYTE // ROW_BYTES, 1) == "OK"
+        answers = []
+        for number in range(12):
+            answers.append(wire.ask("SET", f"k{number}", os.urandom(MEGABYTE)))
+        assert wire.ask("KV.PREFIX.LOOKUP", "a") == "MISS"
+        assert answers[0] == "OK" and isinstance(answers[-1], Refusal)
+        assert "disk budget" in answers[-1]
+        wire.ok("MULTI")
+        assert wire.ask("SET", "x", os.urandom(MEGABYTE)) == "QUEUED"
+        assert "disk budget" in wire.ask("EXEC")
+        assert wire.ask("EXEC") == "ERR EXEC without MULTI"
+        assert du(server.dir) <= budget + log_bytes(budget)
+        # what was stored stays, and deleting makes room once it is saved
+        assert wire.ask("STRLEN", "k0") == MEGABYTE
+        assert wire.ask("DEL", *(f"k{number}" for number in range(12))) == answers.count("OK")
+        wire.ok("SAVE")
+        wire.ok("SET", "k0", os.urandom(MEGABYTE))
+
+
+def test_an_export_counts(server: RunningServer) -> None:
+    budget = 16 * MEGABYTE
+    server.start("--disk-budget", str(budget))
+    rows = 4 * MEGABYTE // ROW_BYTES
+    with Wire.tcp(server.port) as wire:
+        for name in ("a", "b", "c"):
+            assert store(wire, name, rows, 1) == "OK"
+        blob = bytes(rows * ROW_BYTES // 4)
+        wire.ok("V.STOREBATCH", "c_pv", 0, 0, rows // 4, blob, "FMT", "F16")
+        path = wire.ask("V.EXPORT", "c_pk", "c_pv", 0, rows // 4, 1, 1, WIDTH)
+        assert isinstance(path, bytes) and Path(path.decode()).exists()
+        assert store(wire, "d", rows, 1) == "OK"
+        assert du(server.dir) <= budget + MEGABYTE
