@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 from pion_vllm_mlx import __version__, cli
+from pion_vllm_mlx.cache import data_folder
+from pion_vllm_mlx.errors import DataFolderBusy
+from pion_vllm_mlx.server.folder import DataFolder
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -94,9 +97,57 @@ def test_data_clear_removes_the_store_and_nothing_else(tmp_path: Path) -> None:
     (outside / "kept").write_text("kept")
     (tmp_path / "pion-link").symlink_to(outside)
     assert cli.main(["data", "clear", "--dir", str(tmp_path)]) == 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "pion.lock"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt"]
     assert (outside / "kept").exists()
     assert cli.main(["data", "clear", "--dir", str(tmp_path / "absent")]) == 0
+
+
+def test_data_clear_leaves_an_empty_folder_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["data", "clear", "--dir", str(tmp_path)]) == 0
+    assert "removed 0 bytes in 0 files" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_was_cleared_away_keeps_nobody_in_or_out(tmp_path: Path) -> None:
+    store_files(tmp_path)
+    (tmp_path / "pion.lock").touch()
+    before = os.open(tmp_path / "pion.lock", os.O_RDWR)
+    try:
+        assert cli.main(["data", "clear", "--dir", str(tmp_path)]) == 0
+        fcntl.flock(before, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        owner = DataFolder(tmp_path)  # its lock is another file
+        with pytest.raises(DataFolderBusy), data_folder.exclusive(tmp_path):
+            raise AssertionError("owned twice")
+        owner.close()
+    finally:
+        os.close(before)
+
+
+def test_a_lock_opened_before_the_folder_was_cleared_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server starts while the folder is cleared: two of them never own it."""
+    lock, taken = tmp_path / "pion.lock", fcntl.flock
+    first: list[int] = []
+
+    def cleared_in_between(descriptor: int, how: int) -> None:
+        if not first:
+            first.append(descriptor)
+            lock.unlink()
+        taken(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", cleared_in_between)
+    for own in (lambda: DataFolder(tmp_path).close(), lambda: _own(tmp_path)):
+        first.clear()
+        own()
+        assert first and lock.exists()
+
+
+def _own(folder: Path) -> None:
+    with data_folder.exclusive(folder), pytest.raises(DataFolderBusy):
+        DataFolder(folder)
 
 
 def test_data_clear_refuses_while_a_server_owns_the_folder(

@@ -75,19 +75,36 @@ def exclusive(folder: Path) -> Iterator[None]:
 
     Raises ``DataFolderBusy`` naming the process that owns it.
     """
-    descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+    while True:
+        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            status = read_status(folder)
-            owner = f"process {status.pid}, port {status.port}" if status else "another process"
-            raise DataFolderBusy(
-                f"{folder} is in use by a server ({owner}): end what uses it, then try again"
-            ) from None
-        yield
-    finally:
-        os.close(descriptor)
+            _lock(folder, descriptor)
+            # else it was opened before somebody cleared the folder
+            if _is_lock(folder, descriptor):
+                yield
+                return
+        finally:
+            os.close(descriptor)
+
+
+def _lock(folder: Path, descriptor: int) -> None:
+    """Take the lock. Raises ``DataFolderBusy`` naming the process that has it."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        status = read_status(folder)
+        owner = f"process {status.pid}, port {status.port}" if status else "another process"
+        raise DataFolderBusy(
+            f"{folder} is in use by a server ({owner}): end what uses it, then try again"
+        ) from None
+
+
+def _is_lock(folder: Path, descriptor: int) -> bool:
+    """Whether the folder's lock is the file that is open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(folder / LOCK_NAME))
+    except FileNotFoundError:
+        return False
 
 
 def measure(folder: Path) -> FolderSize:
@@ -108,13 +125,12 @@ def clear(folder: Path) -> FolderSize:
 
     Raises ``DataFolderBusy`` while a server owns the folder.
     """
-    if not folder.is_dir():
+    if not folder.is_dir() or not _top_level(folder):
         return FolderSize(0, 0)
     with exclusive(folder):
         before = measure(folder)
-        for path in _top_level(folder):
-            if path.name == LOCK_NAME:
-                continue
+        # the lock last: until then no server starts here
+        for path in sorted(_top_level(folder), key=lambda path: path.name == LOCK_NAME):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:

@@ -36,7 +36,7 @@ class DataFolder:
             dedicated = True
         if dedicated and not (path / _NEVER_INDEX).exists():
             _exclude_from_backups(path)
-        self._lock = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+        self._lock = self._open_lock()
         deadline = time.monotonic() + ORPHAN_SECONDS
         while not self._try_lock():
             if not self._owner_died() or time.monotonic() > deadline:
@@ -44,12 +44,22 @@ class DataFolder:
                 raise DataFolderBusy(f"{path} is in use by a server ({self._owner()})")
             time.sleep(0.02)
 
+    def _open_lock(self) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        return os.open(self.path / LOCK_NAME, flags, FILE_MODE)
+
     def _try_lock(self) -> bool:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
+        while True:
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(self._lock), os.stat(self.path / LOCK_NAME)):
+                    return True
+            # it was opened before the folder was cleared: another process may hold the new one
+            os.close(self._lock)
+            self._lock = self._open_lock()
 
     def _owner_died(self) -> bool:
         """Whether only the workers of a launcher that is no more hold the folder."""
