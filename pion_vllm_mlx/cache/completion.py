@@ -148,6 +148,11 @@ class CompletionRecord:
         return f"{ids.size} tokens were asked for, the stored prefix has {self.ids.size}"
 
 
+def looks_like_one(blob: bytes) -> bool:
+    """Whether bytes begin as a completion record of any version does."""
+    return blob.startswith(_MAGIC)
+
+
 def token_ids(ids: Sequence[int] | Any) -> TokenIds:
     """Token ids as uint32 ``[N]``.
 

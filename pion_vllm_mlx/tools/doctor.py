@@ -165,7 +165,7 @@ def _recover_store(shadow: Path, worker: int, report: Report, quick: bool) -> No
     state = found.state
     if not quick:
         _read_everything(found, report)
-    report.prefixes += prefixes(state)
+    _take_prefixes(prefixes(state), report)
     states = sum(map(len, state.states.values()))
     row_bytes = sum(session.row_bytes() for session in state.sessions.values())
     report.facts.append(
@@ -227,6 +227,18 @@ def _read_everything(found: Recovered, report: Report) -> None:
                 report.damage.append(f"{_shown(sid)} layer {layer}: checksum of a state is wrong")
                 bad[_shown(sid)] = ""
     report.repairs += [f"{name} is dropped with its prefix when it is first read" for name in bad]
+
+
+def _take_prefixes(found: list[PrefixLine], report: Report) -> None:
+    """The prefixes, and what becomes of those whose completion record is damaged."""
+    report.prefixes += found
+    for prefix in found:
+        if prefix.damaged:
+            report.damage.append(f"{prefix.namespace}: {prefix.fault}")
+            dropped = f"{prefix.namespace} is dropped with its prefix when it is first read"
+            if dropped in report.repairs:
+                report.repairs.remove(dropped)
+            report.repairs.append(f"{dropped}, prefilled again and stored anew")
 
 
 def _shown(name: bytes) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, CompletionRecord
+from crc32c import crc32c
+
+from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, CompletionRecord, looks_like_one
 from pion_vllm_mlx.errors import DamagedData, NewerFormat
 from pion_vllm_mlx.server.store.files import pread_exactly
 from pion_vllm_mlx.server.store.index import place_file
@@ -14,12 +16,16 @@ from pion_vllm_mlx.tools.store_access import size_text
 
 @dataclass(frozen=True)
 class PrefixLine:
-    """One namespace: its tokens by its completion record, its bytes, and what it lacks."""
+    """One namespace: its tokens by its completion record, its bytes, and what it lacks.
+
+    ``damaged``: what it lacks, it had.
+    """
 
     namespace: str
     tokens: int
     row_bytes: int
     fault: str = ""
+    damaged: bool = False
 
     @property
     def complete(self) -> bool:
@@ -36,19 +42,25 @@ def prefixes(state: State) -> list[PrefixLine]:
     found = []
     for namespace in state.namespaces():
         size = sum(session.row_bytes() for session in state.sides(namespace))
-        tokens, fault = _record(state, namespace)
         shown = namespace.decode("utf-8", "backslashreplace")
-        found.append(PrefixLine(shown, tokens, size, fault))
+        found.append(replace(_record(state, namespace), namespace=shown, row_bytes=size))
     return sorted(found, key=lambda prefix: (-prefix.row_bytes, prefix.namespace))
 
 
-def _record(state: State, namespace: bytes) -> tuple[int, str]:
-    """Tokens of a completion record, or why there are none to tell."""
+def _record(state: State, namespace: bytes) -> PrefixLine:
+    """What a namespace's completion record tells, or why it tells nothing."""
     blob = state.states.get(namespace, {}).get(COMPLETION_LAYER)
     if blob is None:
-        return 0, "no completion record: not a hit"
+        return PrefixLine("", 0, 0, "no completion record: not a hit")
     try:
         data = pread_exactly(place_file(blob.place).fd, blob.length, blob.place.offset)
-        return int(CompletionRecord.decode(data).ids.size), ""
-    except (DamagedData, NewerFormat, OSError) as error:
-        return 0, f"{error}: not a hit"
+    except OSError as error:
+        return PrefixLine("", 0, 0, f"completion record: {error}: not a hit", damaged=True)
+    try:
+        return PrefixLine("", int(CompletionRecord.decode(data).ids.size), 0)
+    except NewerFormat as error:
+        return PrefixLine("", 0, 0, f"{error}: not a hit")
+    except DamagedData as error:
+        # bytes that another client keeps there are as it stored them
+        damaged = crc32c(data) != blob.crc or looks_like_one(data)
+        return PrefixLine("", 0, 0, f"{error}: not a hit", damaged=damaged)

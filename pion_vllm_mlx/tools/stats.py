@@ -119,6 +119,10 @@ def _held(now: Numbers) -> list[str]:
         f"  stored    {size_text(_number(now, 'vstore_bytes'))} of rows, "
         f"{size_text(_number(now, 'vstore_disk_bytes'))} on disk, {size_text(logs)} in logs",
     ]
+    budget = _number(now, "disk_budget_bytes")
+    if budget:
+        used = _number(now, "disk_used_bytes")
+        lines.append(f"  disk      {size_text(used)} of at most {size_text(budget)}")
     evicted, damaged = _number(now, "vstore_evictions"), _number(now, "vstore_damaged")
     if evicted or damaged:
         lines.append(f"  lost      {evicted:,} sessions evicted for room, {damaged:,} damaged")

@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pion_vllm_mlx import cli
+from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, CompletionRecord
 from pion_vllm_mlx.tools import doctor
 from tests.conftest import RunningServer, running_server
 from tests.recovery.driving import Driver, Options
@@ -111,6 +113,50 @@ def test_it_never_says_that_it_has_repaired(folder: Path) -> None:
     assert "is kept as" not in done.stdout + done.stderr
 
 
+def with_record(folder: Path, namespace: str, blob: bytes) -> None:
+    with Driver(folder) as driver:
+        driver.ask("SSM.PREFIX.STORE", namespace, COMPLETION_LAYER, blob)
+        driver.ask("KV.PREFIX.SAVE")
+
+
+def whole_record(tokens: int) -> bytes:
+    return CompletionRecord({"model": "m"}, np.arange(tokens, dtype=np.uint32), [], []).encode()
+
+
+@pytest.mark.parametrize("flags", [(), ("--quick",)])
+def test_a_damaged_completion_record_is_damage(
+    folder: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = whole_record(50)
+    with_record(folder, "saved", record)
+    assert examine(folder, *flags) == 0
+    assert "saved: " in (out := capsys.readouterr().out) and "50 tokens" in out
+    with_record(folder, "saved", record[:-9] + b"x" + record[-8:])
+    assert examine(folder, *flags) == 1
+    out = capsys.readouterr().out
+    assert "saved: completion record: checksum does not match: not a hit" in out
+    assert "saved is dropped with its prefix when it is first read, prefilled again" in out
+    assert out.endswith("damaged\n")
+
+
+def test_a_completion_record_whose_file_was_flipped_is_damage_and_is_dropped(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = whole_record(30_000)  # too long for the snapshot: it lies in a segment
+    with_record(folder, "saved", record)
+    (segment,) = (p for p in (folder / "pion.segments.0").iterdir() if record in p.read_bytes())
+    flip(segment, segment.read_bytes().index(record) + 2)
+    assert examine(folder, "--quick") == 1
+    assert "saved: completion record" in capsys.readouterr().out
+    assert examine(folder) == 1
+    out = capsys.readouterr().out
+    assert out.count("saved is dropped with its prefix") == 1 and "stored anew" in out
+    with Driver(folder) as driver:
+        assert driver.ask("SSM.PREFIX.FETCH", "saved", COMPLETION_LAYER) is None
+        assert str(driver.ask("KV.PREFIX.LOOKUP", "saved")) == "MISS"
+    assert examine(folder) == 0
+
+
 def test_a_torn_end_is_no_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wal = folder / "pion.vstore.wal.0"
     wal.write_bytes(wal.read_bytes()[:-3])
@@ -133,9 +179,7 @@ def test_a_newer_format_is_named_and_left_alone(
     assert "format version 99" in capsys.readouterr().out
 
 
-def test_a_folder_in_use_is_not_checked(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_in_use_is_not_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with running_server(tmp_path / "served") as server:
         # its own files come and go meanwhile: only the answer counts
         assert cli.main(["doctor", "--dir", str(server.dir)]) == 1
