@@ -290,6 +290,6 @@ def test_a_stranger_gets_no_key_and_begins_no_transaction(pion_server: RunningSe
     with Wire.tcp(pion_server.port) as wire:
         for words in (("GET", "k"), ("SET", "k", "v"), ("MULTI",), ("EXEC",), ("WATCH", "k")):
             assert wire.ask(*words) == "NOAUTH Authentication required."
-        assert wire.ask("SET", "k", b"x" * MB) == "NOAUTH Authentication required."
+        assert wire.ask("SET", "k", b"x" * 16_000) == "NOAUTH Authentication required."
         wire.ok("AUTH", "secret")
         assert wire.ask("GET", "k") is None

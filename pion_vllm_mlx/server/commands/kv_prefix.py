@@ -79,7 +79,7 @@ def same_schema(session: Session, record: Create) -> bool:
 @command(
     "KV.PREFIX.REGISTER",
     -4,
-    "Creates the K and V sessions of a namespace.",
+    "Creates the K and V sessions of a namespace, or finds them; BLOCKS and PREFILL_MS replace.",
     syntax="ns kv_dim format [BLOCKS block_size count hashes] [PREFILL_MS ms] [HEADS heads] "
     "[LEAVES json]",
     write=True,
@@ -147,7 +147,7 @@ def _missing(context: Context, creates: list[Create]) -> list[Record]:
 @command(
     "KV.PREFIX.LOOKUP",
     -2,
-    "Whether both sides of a namespace exist; credits the value receipt.",
+    "HIT where both sides of a namespace exist, whatever rows they hold; credits the receipt.",
     syntax="ns [TOKENS tokens] [PREFILL_MS ms]",
     kvcache=True,
     keys=(1, 1),
@@ -178,7 +178,7 @@ def kv_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
 @command(
     "KV.PREFIX.DROP",
     -2,
-    "Frees namespaces: rows and recurrent states.",
+    "Frees namespaces, rows and recurrent states; how many there were.",
     syntax="ns...",
     write=True,
     kvcache=True,
@@ -226,7 +226,7 @@ def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
 @command(
     "KV.PREFIX.SAVE",
     -1,
-    "Writes the snapshots and truncates the logs.",
+    "Writes the snapshots, and with a path a portable copy too; then truncates the logs.",
     syntax="[path]",
     kvcache=True,
 )

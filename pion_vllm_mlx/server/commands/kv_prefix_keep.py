@@ -34,7 +34,8 @@ def overdue(context: Context, sid: bytes) -> list[Record]:
 @command(
     "KV.PREFIX.PIN",
     2,
-    "Lets a namespace be evicted after all that are not pinned; 0 when there is none.",
+    "Has a namespace evicted after all that are not pinned; refused where pins would take more "
+    "than half of the sessions or of the disk budget; 0 when there is none.",
     syntax="ns",
     write=True,
     kvcache=True,
@@ -59,7 +60,7 @@ def kv_prefix_pin(context: Context, args: list[Arg]) -> Effect:
 @command(
     "KV.PREFIX.UNPIN",
     2,
-    "Lets a namespace be evicted like any other; 0 when there is none.",
+    "Has a namespace evicted like any other; 0 when there is none.",
     syntax="ns",
     write=True,
     kvcache=True,

@@ -40,7 +40,7 @@ def _asked(args: list[Arg]) -> Create:
 @command(
     "V.CREATE",
     -3,
-    "Creates a session, or finds it.",
+    "Creates a session, or finds it; its slot.",
     syntax="sid dim [VQUANT format|SCHEMA n_layers spec...]",
     write=True,
     kvcache=True,
@@ -102,7 +102,7 @@ def _info(session: Session, name: bytes) -> str:
 @command(
     "V.INFO",
     -1,
-    "One session, or the V-store, in numbers.",
+    "One session in numbers, nil when there is none; without a name the V-store.",
     syntax="[sid]",
     kvcache=True,
     home="session",
@@ -121,7 +121,7 @@ def v_info(context: Context, args: list[Arg]) -> Reply:
 @command(
     "V.FREE",
     -2,
-    "Frees sessions; another name of V.DROP.",
+    "Another name of V.DROP.",
     syntax="sid...",
     write=True,
     kvcache=True,
@@ -133,7 +133,7 @@ def v_info(context: Context, args: list[Arg]) -> Reply:
 @command(
     "V.DROP",
     -2,
-    "Frees sessions.",
+    "Frees sessions; how many there were.",
     syntax="sid...",
     write=True,
     kvcache=True,
