@@ -33,6 +33,16 @@ def finish(arrays: Sequence[mx.array]) -> None:
         mx.eval(list(arrays))
 
 
+def settle(arrays: Sequence[mx.array]) -> None:
+    """Evaluates all, and leaves nothing in them that a later use would have to wait for.
+
+    The first look at an evaluated array takes the event off it that it was computed behind;
+    two threads must not do so at once.
+    """
+    mx.eval(list(arrays))
+    mx.eval(list(arrays))
+
+
 def _one_at_a_time(arrays: Sequence[mx.array]) -> bool:
     on_cuda = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
     return on_cuda and sum(array.nbytes for array in arrays) > CUDA_AT_ONCE_BYTES

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -73,21 +73,52 @@ class LeafSpec:
         return {**widths, "heads": self.heads, "format": self.format, **other}
 
 
+class Turned:
+    """A ring buffer ``[1, H, N, D]`` by the order of its tokens; joined when it is looked at.
+
+    ``pieces`` are the row ranges of the buffer in that order.
+    """
+
+    def __init__(self, buffer: mx.array, pieces: Sequence[tuple[int, int]]) -> None:
+        self._buffer = buffer
+        self._pieces = [(first, last) for first, last in pieces if last > first] or [(0, 0)]
+        heads, dim = buffer.shape[1], buffer.shape[3]
+        self.shape = (1, heads, sum(last - first for first, last in self._pieces), dim)
+        self.dtype = buffer.dtype
+
+    def __getitem__(self, key: Any) -> mx.array:
+        parts = [self._buffer[:, :, first:last, :] for first, last in self._pieces]
+        return (parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2))[key]
+
+
 @dataclass(frozen=True)
 class LeafRows:
-    """Rows ``[start, start + n)`` of one side of a leaf; ``array`` is ``[1, H, n, D]``.
+    """Rows ``[start, start + n)`` of one side of a leaf: ``first:last`` of a live buffer.
 
-    The array may be a lazy slice of the live cache: nothing is copied here.
+    Nothing is copied here, and nothing sliced before ``array`` is asked for.
     """
 
     layer: int
     side: Side
     start: int
-    array: mx.array
+    buffer: mx.array | Turned
+    first: int
+    last: int
+
+    @property
+    def array(self) -> mx.array:
+        """The rows ``[1, H, n, D]``, a lazy slice."""
+        return self.buffer[:, :, self.first : self.last, :]
 
     @property
     def count(self) -> int:
-        return int(self.array.shape[2])
+        return self.last - self.first
+
+    def part(self, first: int, count: int) -> LeafRows:
+        """At most ``count`` of the rows, from row ``first`` of them on."""
+        begin = self.first + first
+        last = min(begin + count, self.last)
+        return replace(self, start=self.start + first, first=begin, last=last)
 
 
 def leaves_json(leaves: Sequence[LeafSpec]) -> str:
@@ -130,6 +161,9 @@ class ArraySpec:
         return ArraySpec(int(layer), side, int(heads), int(dim), str(dtype))
 
 
+Buffer = mx.array | Turned
+
+
 class LeafBuilder:
     """Collects leaves and their rows in the order in which slots are visited."""
 
@@ -138,7 +172,7 @@ class LeafBuilder:
         self.rows: list[LeafRows] = []
 
     def add(
-        self, k: mx.array, v: mx.array, parts: Sequence[tuple[int, int, int]], *, opaque: bool
+        self, k: Buffer, v: Buffer, parts: Sequence[tuple[int, int, int]], *, opaque: bool
     ) -> tuple[ArraySpec, ArraySpec]:
         """Adds the pair ``k``, ``v`` ``[1, H, N, D]``.
 
@@ -163,22 +197,21 @@ class LeafBuilder:
         return len(self.leaves) - 1
 
     def _side(
-        self, layer: int, side: Side, array: mx.array, parts: Sequence[tuple[int, int, int]]
+        self, layer: int, side: Side, array: Buffer, parts: Sequence[tuple[int, int, int]]
     ) -> ArraySpec:
         if array.shape[3]:
             for position, first, last in parts:
                 if last > first:
-                    rows = array[:, :, first:last, :]
-                    self.rows.append(LeafRows(layer, side, position, rows))
+                    self.rows.append(LeafRows(layer, side, position, array, first, last))
         return ArraySpec(layer, side, array.shape[1], array.shape[3], dtype_name(array.dtype))
 
 
-def _width(array: mx.array, opaque: bool) -> int:
+def _width(array: Buffer, opaque: bool) -> int:
     values = int(array.shape[1] * array.shape[3])
     stored_as_bytes = opaque or array.dtype not in _FLOAT_FORMATS
     return values * array.dtype.size if stored_as_bytes else values
 
 
-def _format(array: mx.array, opaque: bool) -> str:
+def _format(array: Buffer, opaque: bool) -> str:
     name = None if opaque else _FLOAT_FORMATS.get(array.dtype)
     return name or f"raw:{_width(array, opaque)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from crc32c import crc32c
@@ -108,8 +108,7 @@ def _pieces(rows: LeafRows, leaf: LeafSpec) -> Iterator[LeafRows]:
         yield rows
         return
     for first in range(0, rows.count, step):
-        array = rows.array[:, :, first : first + step, :]
-        yield replace(rows, start=rows.start + first, array=array)
+        yield rows.part(first, step)
 
 
 def _drop_quietly(client: StoreClient, namespace: str) -> None:

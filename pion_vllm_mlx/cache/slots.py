@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from pion_vllm_mlx.cache.leaf import LeafBuilder, dtype_name
+from pion_vllm_mlx.cache.leaf import LeafBuilder, Turned, dtype_name
 from pion_vllm_mlx.cache.slots_state import StateArrays, storable_dtype
 from pion_vllm_mlx.errors import UnsupportedCache
 
@@ -42,7 +42,7 @@ class SlotBuilder:
         """Keeps the recurrent state of the slot that is being taken apart."""
         self.states[self._slots - 1] = arrays
 
-    def pairs(self, meta: SlotMeta, pairs: Sequence[Pair], parts: Sequence[Part]) -> SlotMeta:
+    def pairs(self, meta: SlotMeta, pairs: Sequence[Buffers], parts: Sequence[Part]) -> SlotMeta:
         """Adds the K/V pairs of a slot, and the ranges their rows cover."""
         opaque = len(pairs) > 1
         arrays = [self.rows.add(k, v, parts, opaque=opaque) for k, v in pairs]
@@ -52,6 +52,7 @@ class SlotBuilder:
 
 
 Pair = tuple[mx.array, mx.array]
+Buffers = tuple[mx.array | Turned, mx.array | Turned]
 Take = Callable[[SlotBuilder, Any, str], SlotMeta]
 
 
@@ -118,7 +119,7 @@ def _take_rotating(builder: SlotBuilder, cache: Any, where: str) -> SlotMeta:
     _require(wanted <= held and (held <= offset), f"{where}: the window does not fit its offset")
     rotated = length == size and index < length and offset > index
     meta["index"] = index if rotated else wanted
-    k, v = (_joined(buffer, pieces) for buffer in buffers)
+    k, v = (Turned(buffer, pieces) for buffer in buffers)
     if wanted == offset:
         return builder.pairs(meta, [(k, v)], [(0, 0, offset)])
     tail = size - keep
@@ -175,13 +176,6 @@ def _temporal(index: int, length: int, offset: int, keep: int) -> list[tuple[int
     if index < offset:
         return [(0, keep), (index, length), (keep, index)]
     return [(0, index)]
-
-
-def _joined(buffer: mx.array, pieces: Sequence[tuple[int, int]]) -> mx.array:
-    rows = [buffer[:, :, first:last, :] for first, last in pieces if last > first]
-    if not rows:
-        return buffer[:, :, :0, :]
-    return rows[0] if len(rows) == 1 else mx.concatenate(rows, axis=2)
 
 
 def _merged(ranges: Sequence[tuple[int, int]]) -> list[list[int]]:

@@ -18,7 +18,7 @@ import threading
 from array import array
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,13 +80,15 @@ class _Ledger:
 class LiveTier:
     """Caches under a byte budget, the least recently used given up first, anchors last.
 
-    Safe to call from several threads; arrays are only touched by ``put``.
+    Safe to call from several threads; arrays are only touched by ``put``.  ``discard`` is
+    given what is held no longer: freeing much memory takes long, and may be done elsewhere.
     """
 
     budget_bytes: int
     max_entries: int = 1000
     evictions: int = 0
     rejections: int = 0
+    discard: Callable[[object], None] = field(default=lambda entry: None)
     _entries: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
     _all: list[bytes] = field(default_factory=list)
     _sliceable: list[bytes] = field(default_factory=list)
@@ -232,6 +234,7 @@ class LiveTier:
         self._ledger.drop(old.arrays)
         self._entries[name] = replace(old, caches=caches)
         self._ledger.add(self._entries[name].arrays)
+        self.discard(old)
 
     def _least_useful(self, oldest_first: list[bytes], kind: str) -> list[bytes]:
         """States in the order in which they go: old guards, then old ends of turns.
@@ -265,6 +268,7 @@ class LiveTier:
         del self._all[bisect_left(self._all, key)]
         if entry.floor < entry.length:
             del self._sliceable[bisect_left(self._sliceable, key)]
+        self.discard(entry)
 
 
 def encode(tokens: Tokens) -> bytes:

@@ -12,6 +12,8 @@ BLOCK_TOKENS = 64
 DIGEST_BYTES = 12
 FIRST_TOKENS = 16
 """A root is also found by its first tokens: prompts shorter than a block have no hash."""
+_COMPARED_TOKENS = 8192
+"""Compared at a time: what comes behind a difference is not looked at."""
 
 
 def block_digests(tokens: TokenIds) -> list[bytes]:
@@ -43,5 +45,9 @@ def own_blocks(tokens: TokenIds, base: int, end: int) -> list[tuple[str, int]]:
 def common_tokens(left: TokenIds, right: TokenIds) -> int:
     """How many tokens two runs have in common from their start."""
     count = min(left.size, right.size)
-    different = np.flatnonzero(left[:count] != right[:count])
-    return int(different[0]) if different.size else count
+    for first in range(0, count, _COMPARED_TOKENS):
+        last = min(first + _COMPARED_TOKENS, count)
+        differing = left[first:last] != right[first:last]
+        if differing.any():
+            return first + int(np.argmax(differing))
+    return count

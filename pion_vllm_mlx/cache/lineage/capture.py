@@ -4,8 +4,9 @@
 new rows are copied by MLX, scheduled behind what is being computed, those of like leaves in
 one go: what counts here is the number of calls. On a CPU, where a long copy would hold up
 the caller, of much the buffers themselves are handed over: MLX does not write into an array
-that somebody else holds, but copies it once. ``Held…`` objects give their bytes on any
-thread, by the buffer protocol alone, without a stream.
+that somebody else holds, but copies it once. ``captured_of`` takes out of caches that were
+lent, on any thread. ``Held…`` objects give their bytes on any thread, by the buffer protocol
+alone, without a stream.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from numpy.typing import NDArray
 from pion_vllm_mlx.cache.boundary import storage_leaves
 from pion_vllm_mlx.cache.lanes_codec import FLOAT_DTYPES, layout_of
 from pion_vllm_mlx.cache.layers import StoredCache, dismantle
-from pion_vllm_mlx.cache.leaf import LeafSpec, Side, dtype_name
+from pion_vllm_mlx.cache.leaf import LeafRows, LeafSpec, Side, dtype_name
 from pion_vllm_mlx.cache.lineage.coverage import Window
+from pion_vllm_mlx.cache.lineage.lending import Lent
 from pion_vllm_mlx.cache.lineage.shape import Shape, Slot, array_specs, window_leaves, window_of
 from pion_vllm_mlx.cache.slots_state import StatePart, encode_parts, state_dtype
 from pion_vllm_mlx.errors import CommandError
@@ -41,7 +43,8 @@ Bytes = NDArray[np.uint8]
 class HeldRows:
     """Rows ``[start, end)`` of one side of a leaf: heads ``first_head …`` of ``raw``.
 
-    ``raw`` is ``[1, H, n, bytes]``, of several leaves maybe; ``dtype`` is the cache's own.
+    ``raw`` is ``[1, H, n, bytes]``, of several leaves maybe, its row ``first_row`` the token
+    ``start``; ``dtype`` is the cache's own.
     """
 
     layer: int
@@ -52,11 +55,13 @@ class HeldRows:
     first_head: int
     heads: int
     dtype: str
+    first_row: int = 0
 
     def encoded(self, start: int, end: int, leaf: LeafSpec) -> Bytes:
         """The bytes of rows ``[start, end)`` in the leaf's format and layout."""
         heads = slice(self.first_head, self.first_head + self.heads)
-        table = _table(self.raw)[0, heads, start - self.start : end - self.start]
+        shift = self.first_row - self.start
+        table = _table(self.raw)[0, heads, start + shift : end + shift]
         name = leaf.format_of(self.side)
         if name.startswith("raw:") or _NATIVE.get(name) == self.dtype:
             return np.ascontiguousarray(table).reshape(-1)
@@ -72,14 +77,16 @@ class HeldRows:
 
 @dataclass(frozen=True)
 class HeldState:
-    """One array of a recurrent slot, or None where there is none."""
+    """One array of a recurrent slot, or None where there is none; ``raw`` are its bytes."""
 
     dtype: str
     shape: tuple[int, ...]
     raw: mx.array
 
     def part(self) -> StatePart:
-        view = memoryview(self.raw) if self.raw.size else memoryview(b"")  # type: ignore[arg-type]
+        if not self.raw.size:
+            return StatePart(self.dtype, self.shape, memoryview(b""))
+        view = np.ascontiguousarray(_table(self.raw)).data
         return StatePart(self.dtype, self.shape, view.cast("B"))
 
 
@@ -132,22 +139,52 @@ def capture(
         slot: [None if array is None else _held_state(array) for array in arrays]
         for slot, arrays in stored.states.items()
     }
-    rows = list(_new_rows(caches, stored, since))
+    rows = [
+        (part.layer, part.side, part.start, part.array) for part in _new_rows(caches, stored, since)
+    ]
     return Captured(stored.slots, leaves, _scheduled(rows, states), states)
+
+
+def captured_of(
+    lent: Lent, length: int, since: Since, shape: Shape, vquant: str | None
+) -> Captured:
+    """``capture`` of caches that were lent. Any thread; makes and evaluates no array.
+
+    Raises UnsupportedCache.
+    """
+    stored = dismantle(lent.caches)
+    shape.check(stored.slots, length)
+    leaves = storage_leaves(stored.leaves, vquant, 0)
+    states = {
+        slot: [None if array is None else _lent_state(array, lent) for array in arrays]
+        for slot, arrays in stored.states.items()
+    }
+    rows = [_lent_rows(part, lent) for part in _new_rows(lent.caches, stored, since)]
+    return Captured(stored.slots, leaves, rows, states)
+
+
+def _lent_rows(part: LeafRows, lent: Lent) -> HeldRows:
+    heads, dtype = part.buffer.shape[1], dtype_name(part.buffer.dtype)
+    where = (part.layer, part.side, part.start, part.start + part.count)
+    return HeldRows(*where, lent.raw[id(part.buffer)], 0, heads, dtype, part.first)
+
+
+def _lent_state(array: mx.array, lent: Lent) -> HeldState:
+    return HeldState(state_dtype(array.dtype), tuple(array.shape), lent.raw[id(array)])
 
 
 _Row = tuple[int, Side, int, mx.array]
 _Whole = tuple[mx.array, list[_Row]]
 
 
-def _new_rows(caches: Sequence[Any], stored: StoredCache, since: Since) -> Iterator[_Row]:
-    """The new rows, as slices of the caches."""
+def _new_rows(caches: Sequence[Any], stored: StoredCache, since: Since) -> Iterator[LeafRows]:
+    """The new rows, as parts of the caches' buffers."""
     windows = window_leaves(stored.slots)
     for run in stored.rows:
         if run.layer not in windows:
             first = max(since.rows - run.start, 0)
             if first < run.count:
-                yield run.layer, run.side, run.start + first, run.array[:, :, first:, :]
+                yield run.part(first, run.count)
     if not windows:
         return
     for slot, cache in _slots_with_caches(caches, stored.slots):
@@ -169,14 +206,14 @@ def _slots_with_caches(caches: Sequence[Any], slots: Sequence[Slot]) -> Iterator
 
 def _window_rows(
     layer: int, side: Side, buffer: mx.array, cache: Any, window: Window, since: Since
-) -> Iterator[_Row]:
+) -> Iterator[LeafRows]:
     """What a ring buffer holds, by token position; more than the window after a prefill."""
     for position, first, last in ring_parts(
         int(cache._idx), int(buffer.shape[2]), int(cache.offset), window
     ):
         skipped = max(since.fresh - position, 0)
         if first + skipped < last:
-            yield layer, side, position + skipped, buffer[:, :, first + skipped : last, :]
+            yield LeafRows(layer, side, position + skipped, buffer, first + skipped, last)
 
 
 def ring_parts(index: int, length: int, offset: int, window: Window) -> list[tuple[int, int, int]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from pion_vllm_mlx.cache import evaluation
 from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, CompletionRecord, Run
 from pion_vllm_mlx.cache.lanes import (
     LANE_ERRORS,
@@ -92,7 +93,7 @@ class _Proved:
 
 
 class Reader:
-    """Restores matches. On the thread that owns MLX."""
+    """Restores matches, on one thread with a stream of its own; any may have the caches."""
 
     def __init__(
         self, client: LineageClient, shape: Shape, switches: ClientSwitches, counters: Counters
@@ -137,7 +138,7 @@ class Reader:
             with _blaming(pieces[-1].piece.segment, checkpoint.encode(), sid):
                 states = load_states(self._client, Wanted(sid, checkpoint, None))
         caches = rebuild(slots, _Chain(rows, slots).fetch, states)
-        mx.eval(cache_arrays(caches))
+        evaluation.settle(cache_arrays(caches))
         return Loaded(caches, length, lanes[-1] if lanes else STORED, num_bytes)
 
     # -- inside ---------------------------------------------------------------

@@ -1,0 +1,73 @@
+"""Handing live caches to another thread, for it to take out of them what is new.
+
+``lend`` runs on MLX's thread and costs a few calls an array, whatever their size: no row is
+sliced, copied or looked at there. The other thread gets views of its own, as bytes, and reads
+them by the buffer protocol alone: it needs no stream, and no array that anybody else uses.
+
+Only for caches that nobody writes to any more: a live one that is lent would be copied whole
+by MLX before the next token is written into it. And not under CUDA, where looking at an array
+moves all of it to the host: there the new rows are copied, and the copies are looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
+
+from pion_vllm_mlx.cache.layers import cache_arrays
+
+
+@dataclass(frozen=True)
+class Lent:
+    """Cache objects of one's own, and the bytes of each of their arrays, by its id."""
+
+    caches: list[Any]
+    raw: dict[int, mx.array]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(array.nbytes for array in self.raw.values())
+
+
+def can_be_lent() -> bool:
+    """Whether looking at an array leaves it where it is."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu or mx.metal.is_available())
+
+
+def lend(caches: Sequence[Any]) -> Lent:
+    """What another thread needs of ``caches``; what they lack is scheduled on this thread."""
+    own = list(_shells(caches))
+    raw = {id(array): bytes_of(array) for array in cache_arrays(own)}
+    mx.async_eval(list(raw.values()))  # type: ignore[no-untyped-call]
+    return Lent(own, raw)
+
+
+def bytes_of(array: mx.array) -> mx.array:
+    """A view of an array as bytes, another object in any case; lazy.
+
+    ``[..., n * itemsize]`` for ``[..., n]``; a scalar is of one axis.
+    """
+    if not array.ndim:
+        array = array.reshape(1)
+    if array.dtype == mx.uint8:
+        array = array.view(mx.int8)
+    return array.view(mx.uint8)
+
+
+def _shells(caches: Sequence[Any]) -> Iterator[Any]:
+    """Cache objects that are nobody else's, over the same arrays."""
+    for cache in caches:
+        shell = copy.copy(cache)
+        if isinstance(cache, CacheList):
+            shell.caches = type(cache.caches)(_shells(cache.caches))
+        elif isinstance(cache, ArraysCache):
+            shell.cache = list(cache.cache)
+            for name in ("left_padding", "lengths"):  # their numbers are looked at
+                vector = vars(cache).get(name)
+                setattr(shell, name, None if vector is None else vector + 0)
+        yield shell
