@@ -43,16 +43,20 @@ _STATS_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Front:
-    """The endpoints over one supervised engine; ``normalize``: see ``normalize``."""
+    """The endpoints over one supervised engine; ``normalize``: see ``normalize``.
+
+    ``media_urls``: the engine may fetch what chat requests name.
+    """
 
     supervisor: Supervisor
     normalize: bool = True
+    media_urls: bool = False
     metrics: FrontMetrics = field(default_factory=FrontMetrics)
 
     async def chat(self, request: Request) -> ASGIApp:
         """``/v1/chat/completions``."""
         body = await read_object(request)
-        sent = chat_request.chat_body(body, normalize=self.normalize)
+        sent = self._chat_form(body, "chat")
         model = chat_request.requested_model(body)
         reply = ChatReply(model, chat_request.wants_usage(body))
         return self._exchange(request, CHAT, sent, reply, body)
@@ -147,7 +151,7 @@ class Front:
             return responses_request.chat_body(body, normalize=self.normalize)
         if api != "chat":
             raise bad_request("api must be chat, messages or responses")
-        return chat_request.chat_body(body, normalize=self.normalize)
+        return chat_request.chat_body(body, normalize=self.normalize, fetch=self.media_urls)
 
     def _exchange(
         self, request: Request, path: str, sent: Json, reply: Reply, body: Json

@@ -12,16 +12,25 @@ from pion_vllm_mlx.serve.checks import Json
 from pion_vllm_mlx.serve.normalize import normalize_messages
 
 MODEL = "default_model"
+#: fields of a message's part that name what is to be looked at.
+_MEDIA = ("image_url", "image", "video_url", "video", "audio_url", "audio")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def chat_body(body: Json, *, normalize: bool = True) -> Json:
-    """The engine's body for a chat completion request. Raises ``ApiError`` 400."""
+def chat_body(body: Json, *, normalize: bool = True, fetch: bool = False) -> Json:
+    """The engine's body for a chat completion request. Raises ``ApiError`` 400.
+
+    Engines fetch images, and other media, from the URLs that a request names, wherever those
+    lead: with ``fetch`` they may, else only data URLs go through.
+    """
     messages = checks.objects(body, "messages")
     if not messages:
         raise bad_request("messages must be a list of at least one message")
     for position, message in enumerate(messages):
-        _check_message(message, f"messages[{position}].")
+        where = f"messages[{position}]."
+        _check_message(message, where)
+        if not fetch:
+            _check_media(message.get("content"), f"{where}content[]")
     messages = [_known_role(message) for message in messages]
     checks.objects(body, "tools")
     return {
@@ -72,6 +81,20 @@ def _common(body: Json) -> Json:
 def _known_role(message: Json) -> Json:
     """A developer message is a system message by a newer name, which few templates know."""
     return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def _check_media(content: object, where: str) -> None:
+    """Refuses what would be fetched, or read from a file, for the parts of a message."""
+    for part in content if isinstance(content, list) else []:
+        for name, value in part.items():
+            url = value.get("url") if isinstance(value, dict) else value
+            if name not in _MEDIA or url is None:
+                continue
+            if not isinstance(url, str) or not url.startswith("data:"):
+                raise bad_request(
+                    f"{where}.{name}: only data URLs are taken; serve --allow-media-urls has the "
+                    "engine fetch others"
+                )
 
 
 def _check_message(message: Json, where: str) -> None:

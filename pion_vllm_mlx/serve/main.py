@@ -103,7 +103,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 async def _serve(options: ServeOptions, listening: socket.socket, module: str | None) -> int:
     supervisor = Supervisor(options.command(module), options.unload_after)
-    gate = endpoints.build(endpoints.Front(supervisor, options.normalize), options.door)
+    front = endpoints.Front(supervisor, options.normalize, options.media_urls)
+    gate = endpoints.build(front, options.door)
     configuration = uvicorn.Config(
         gate,
         http="h11",

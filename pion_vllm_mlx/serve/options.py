@@ -51,6 +51,7 @@ class ServeOptions:
     log_level: str = "INFO"
     unload_after: float | None = None
     normalize: bool = True
+    media_urls: bool = False
     pion: PionFlags = PionFlags()
     engine_arguments: tuple[str, ...] = ()
 
@@ -129,6 +130,11 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="keep per-session metadata lines of agents in system prompts",
     )
+    group.add_argument(
+        "--allow-media-urls",
+        action="store_true",
+        help="let requests have the engine fetch images from any URL that it can reach",
+    )
     add_pion_flags(parser)
     return parser
 
@@ -162,6 +168,7 @@ def parse(arguments: Sequence[str]) -> ServeOptions | None:
         log_level=known.log_level,
         unload_after=known.unload_after,
         normalize=not known.no_normalize,
+        media_urls=known.allow_media_urls,
         pion=PionFlags.from_options(known),
         engine_arguments=tuple(rest),
     )

@@ -114,3 +114,27 @@ def test_the_engine_is_given_the_flags_that_serve_was_given(flags: PionFlags) ->
     assert PionFlags(host="::1").url == "tcp://[::1]:1974"
     assert PionFlags(port=7).url == "tcp://127.0.0.1:7"
     assert PionFlags().url == "embedded:"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}},
+        {"type": "image_url", "image_url": "https://example.com/a.png"},
+        {"type": "image", "image": "/etc/passwd"},
+        {"type": "video_url", "video_url": {"url": "file:///etc/passwd"}},
+        {"type": "text", "text": "x", "audio_url": {"url": ["data:,"]}},
+    ],
+)
+def test_an_engine_is_not_sent_anywhere_by_a_request(part: Json) -> None:
+    body = {"messages": [HI, {"role": "user", "content": [part]}]}
+    with pytest.raises(ApiError, match=r"messages\[1\].*data URLs.*--allow-media-urls") as refused:
+        chat_body(body)
+    assert refused.value.status == 400
+    assert chat_body(body, fetch=True)["messages"] == body["messages"]
+
+
+def test_an_image_in_the_request_itself_goes_through() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "what?"}, part]}]
+    assert chat_body({"messages": messages})["messages"] == messages
