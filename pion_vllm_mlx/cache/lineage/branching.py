@@ -65,7 +65,8 @@ class Branching:
                 (layout,) = self._client.demand(
                     self._names.route, [("GET", self._names.key("layout"))]
                 )
-                change = Change(new, tokens, new.base, size, self._identity, as_text(layout))
+                shown = (self._identity, as_text(layout))
+                change = Change(new, tokens, new.base, size, *shown, indexed=False)
                 publisher.publish(change, [*(n for n, _ in up), number], lock)
             except PionError:
                 publisher.free(namespace)

@@ -55,7 +55,7 @@ class Change:
     """A segment as it is to be, of which ``added_bytes`` are new.
 
     ``was_end`` is its end before, its base for a new one. ``layout`` and ``identity``
-    describe the model.
+    describe the model. ``indexed`` False: its blocks lead to its parent, which has more tokens.
     """
 
     segment: Segment
@@ -64,6 +64,7 @@ class Change:
     added_bytes: int
     identity: dict[str, Any]
     layout: str
+    indexed: bool = True
 
 
 class Publisher:
@@ -293,6 +294,7 @@ class Publisher:
         pairs = [
             (digest, f"{segment.number}:{end}")
             for digest, end in own_blocks(tokens, change.was_end, segment.end)
+            if change.indexed
         ]
         for first in range(0, len(pairs), _MOST_FIELDS):
             chunk = pairs[first : first + _MOST_FIELDS]
