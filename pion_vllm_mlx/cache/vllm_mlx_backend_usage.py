@@ -8,6 +8,7 @@ beside OpenAI's.  Everything else passes through untouched.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -121,6 +122,7 @@ class Answer:
 
     tally: Callable[[], Tally | None]
     held: bytes = b""
+    prompt_told: bool = False
 
     def whole(self, body: bytes, more: bool) -> bytes | None:
         """A JSON body completed, once all of it has come."""
@@ -128,18 +130,36 @@ class Answer:
         return None if more else self._completed(self.held)
 
     def events(self, body: bytes, more: bool) -> bytes:
-        """The whole events of what has come so far, completed; the rest is held back."""
+        """The whole events of what has come so far, completed; the rest is held back.
+
+        The first chunk of a chat says what its usage will say of the prompt.
+        """
         self.held += body
         ready, separator, rest = self.held.rpartition(b"\n\n")
         ready, self.held = (ready + separator, rest) if more else (self.held, b"")
-        if b'"usage"' not in ready:
+        if b'"usage"' not in ready and self.prompt_told:
             return ready
         return b"\n".join(self._line(line) for line in ready.split(b"\n"))
 
     def _line(self, line: bytes) -> bytes:
-        if not line.startswith(b"data: {") or b'"usage"' not in line:
+        if not line.startswith(b"data: {"):
             return line
-        return b"data: " + self._completed(line[6:])
+        if not self.prompt_told:
+            line = b"data: " + self._begun(line[6:])
+        return b"data: " + self._completed(line[6:]) if b'"usage"' in line else line
+
+    def _begun(self, body: bytes) -> bytes:
+        """A chunk with what is known of the prompt, once the engine was given it."""
+        tally = self.tally()
+        if tally is None:
+            return body
+        self.prompt_told = True
+        with contextlib.suppress(ValueError):
+            chunk = json.loads(body)
+            if isinstance(chunk, dict) and "choices" in chunk:
+                chunk["pion_prompt"] = tally.prompt_usage()
+                return json.dumps(chunk, ensure_ascii=False).encode()
+        return body
 
     def _completed(self, body: bytes) -> bytes:
         """A JSON object with its usage completed; what is none comes back as it is."""
@@ -217,6 +237,10 @@ class Tally:
             max(one.cache.prefill_tokens_per_second for one in asked),
             tuple(sorted({found.tier for found in lookups if found.reused_tokens})),
         )
+
+    def prompt_usage(self) -> dict[str, int]:
+        """What usage says of the prompt."""
+        return {"prompt_tokens": self.prompt, "cached_tokens": self.cached}
 
     def receipt(self) -> dict[str, Any]:
         """What was reused, from where, and the time that spared on this machine."""

@@ -2,7 +2,8 @@
 
 The sequence is message_start, for each block content_block_start, its deltas (one for a tool's
 whole input, a signature after thinking) and content_block_stop, then message_delta with the stop
-reason and the usage, which the engine knows only now, and message_stop.
+reason and the usage, and message_stop. message_start says how long the prompt is and what of it
+was reused: it waits until the engine has said so, and pings come before it.
 """
 
 from __future__ import annotations
@@ -32,10 +33,14 @@ class AnthropicReply(Reply):
         self._blocks: list[Json] = []
         self._said: list[str] = []  # of the open block: text or thinking, put together at its end
         self._open = False
+        self._started = False
 
-    def start(self) -> list[Event]:
-        message = self._message([], None, usage(Outcome()))
-        return [typed({"type": "message_start", "message": message})]
+    def feed(self, chunk: Json) -> list[Event]:
+        events = super().feed(chunk)
+        return self._begun(events) if events or self.outcome.prompt_tokens else []
+
+    def end(self) -> list[Event]:
+        return self._begun(super().end())
 
     def keepalive(self) -> bytes:
         return typed({"type": "ping"}).encode()
@@ -85,6 +90,14 @@ class AnthropicReply(Reply):
             "stop_sequence": None,
             "usage": used,
         }
+
+    def _begun(self, events: list[Event]) -> list[Event]:
+        """``events``, after message_start where it has not been said yet."""
+        if self._started:
+            return events
+        self._started = True
+        message = self._message([], None, {**usage(self.outcome), "output_tokens": 0})
+        return [typed({"type": "message_start", "message": message}), *events]
 
     def _speak(self, kind: str, said: str) -> list[Event]:
         """``kind`` names the block's type, its field and its delta alike."""

@@ -12,7 +12,7 @@ import uuid
 
 from pion_vllm_mlx.serve.api_errors import ApiError
 from pion_vllm_mlx.serve.checks import Json
-from pion_vllm_mlx.serve.pieces import Piece, Reasoning, Text, ToolCall
+from pion_vllm_mlx.serve.pieces import PROMPT, Piece, Reasoning, Text, ToolCall
 from pion_vllm_mlx.serve.reply import Reply
 from pion_vllm_mlx.serve.sse import DONE, Event
 
@@ -36,6 +36,7 @@ class _PassedOn(Reply):
         self.id = self.id or str(chunk.get("id") or "")
         self.fingerprint = self.fingerprint or chunk.get("system_fingerprint")
         named = {**chunk, "object": self.chunk_object, "model": self.model}
+        named.pop(PROMPT, None)
         choices = chunk.get("choices") or []
         if not choices and not self.include_usage:
             if self._held is not None and "pion" in chunk:

@@ -17,7 +17,9 @@ request                     answer
 POST /v1/chat/completions   OpenAI's; nearly always ``stream`` with ``include_usage``: so a
 POST /v1/completions        client that leaves is noticed at the next write.  ``usage`` has
                             ``prompt_tokens_details.cached_tokens``.  A ``pion`` object (the
-                            receipt) may stand in the body, or in the last or the usage chunk.
+                            receipt) may stand in the body, or in the last or the usage chunk;
+                            in the first, for the front alone, ``pion_prompt``: what usage will
+                            say of the prompt (``prompt_tokens``, ``cached_tokens``).
                             ``reasoning`` or ``reasoning_content``; tool calls whole or in parts.
                             Comments (``: keepalive``) are passed on as signs of life.
                             The model is always ``default_model`` (vllm-mlx: the name reported)

@@ -15,6 +15,10 @@ from typing import Any
 
 Json = dict[str, Any]
 
+#: in the first chunk that an engine of ours sends, for the front: ``prompt_tokens``,
+#: ``cached_tokens``; usage itself comes with the last one.
+PROMPT = "pion_prompt"
+
 
 @dataclass(frozen=True)
 class Text:
@@ -121,6 +125,10 @@ class ChatReader:
                 )
 
     def _count(self, chunk: Json) -> None:
+        prompt = chunk.get(PROMPT)
+        if isinstance(prompt, dict):
+            self.outcome.prompt_tokens = prompt.get("prompt_tokens") or 0
+            self.outcome.cached_tokens = prompt.get("cached_tokens") or 0
         usage = chunk.get("usage")
         if usage:
             details = usage.get("prompt_tokens_details") or {}

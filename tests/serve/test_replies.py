@@ -127,6 +127,39 @@ def test_anthropics_sequence() -> None:
     assert got[11]["delta"]["partial_json"] == '{"a": 1}'
 
 
+def begun(prompt: int = 40, cached: int = 30) -> Json:
+    """The first chunk of an engine of ours, which says what usage will say of the prompt."""
+    return {**delta(), "pion_prompt": {"prompt_tokens": prompt, "cached_tokens": cached}}
+
+
+def test_anthropics_first_event_says_how_much_of_the_prompt_was_read_from_the_cache() -> None:
+    reply = AnthropicReply("claude")
+    assert reply.start() == []  # nobody knows it yet: pings, until the engine says so
+    (first,) = [event.data for event in reply.feed(begun())]
+    assert isinstance(first, dict) and first["type"] == "message_start"
+    assert first["message"]["usage"] == {
+        "input_tokens": 10,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 30,
+        "output_tokens": 0,
+    }
+    rest = [event.data for chunk in MLX_LM for event in reply.feed(chunk)]
+    assert "message_start" not in [one["type"] for one in rest if isinstance(one, dict)]
+
+
+@BOTH
+def test_anthropics_first_event_comes_first_whatever_the_engine_says(chunks: list[Json]) -> None:
+    for some in (chunks, [begun(), *chunks], chunks[-2:], [delta(tool_calls=[call(0, "f", "{}")])]):
+        kinds = [event["type"] for event in told(some, AnthropicReply("claude"))]
+        assert kinds[0] == "message_start" and kinds.count("message_start") == 1
+
+
+def test_what_the_engine_tells_the_front_alone_goes_no_further() -> None:
+    for reply in (ChatReply("m"), CompletionReply("m")):
+        got = list(events([begun(), *MLX_LM], reply))
+        assert all("pion_prompt" not in one.data for one in got if isinstance(one.data, dict))
+
+
 @BOTH
 def test_anthropics_body_says_what_its_stream_said(chunks: list[Json]) -> None:
     reply = AnthropicReply("claude")
@@ -147,6 +180,7 @@ def test_anthropics_body_says_what_its_stream_said(chunks: list[Json]) -> None:
     assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use", "tool_use"]
     assert whole["stop_reason"] == "tool_use"
     assert whole["usage"] == got[-2]["usage"]
+    assert got[0]["message"]["usage"]["output_tokens"] == 0
     assert whole["id"] == got[0]["message"]["id"]
 
 
