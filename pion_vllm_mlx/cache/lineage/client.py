@@ -61,6 +61,23 @@ class LineageClient(StoreClient):
                 raise reply
         return replies
 
+    def everywhere(self, commands: Commands) -> list[list[Any]]:
+        """The replies of every worker of the server: what is of all models is kept on each.
+
+        Raises StoreUnavailable, and the first refusal.
+        """
+        endpoint, count = self.endpoint, self.endpoint.workers()
+        doors = [endpoint.door_of(n) for n in range(count)] if count > 1 else [endpoint.door]
+
+        def call(connection: RespConnection) -> list[Any]:
+            return connection.pipeline(commands, deadline_seconds=self.deadline_seconds)
+
+        found = [door.through(call) for door in doors]
+        for refusal in (one for replies in found for one in replies):
+            if isinstance(refusal, CommandError):
+                raise refusal
+        return found
+
     def store_states_at(self, route: str, sid: str, blobs: Sequence[tuple[int, bytes, int]]) -> int:
         """Stores opaque blobs ``(layer, blob, crc)`` under a sid of a namespace; their size."""
         total = 0

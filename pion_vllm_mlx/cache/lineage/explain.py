@@ -84,9 +84,9 @@ def _other_key(client: LineageClient, key: Key, other: _Nearest, restorable: int
 
 
 def _nearest_of_others(client: LineageClient, own: Names, tokens: TokenIds) -> _Nearest | None:
-    (keys,) = client.demand(own.route, [("KEYS", "pps:*:key")])
+    keys = [name for (some,) in client.everywhere([("KEYS", "pps:*:key")]) for name in some or ()]
     best: _Nearest | None = None
-    for name in list(keys or ())[:_MOST_MODELS]:
+    for name in keys[:_MOST_MODELS]:
         names = Names(as_text(name).split(":")[1])
         if names == own:
             continue
