@@ -87,15 +87,12 @@ class SingleRequests:
         kept = 0
         every = STATEFUL_JOURNAL_TOKENS if store.wants_cuts else JOURNAL_TOKENS
         every = min(every, self._durable_tokens or every)
-        journal = plan.journal if store.options.resume else ""
+        plan.noted = journal = store.journal(plan.journal) if plan.journal else None
         try:
             for response in responses:
                 generated.append(response.token)
-                if journal and response.finish_reason is not None:
-                    store.drop_journal(journal)
-                    journal = ""
                 if journal and kept == len(generated) - 1 and kept:
-                    store.save_journal(journal, plan.tokens, generated, None)
+                    journal.note(generated)
                 if journal and len(generated) % every == 1 and len(generated) > len(plan.resume):
                     tokens = [*plan.tokens, *generated]
                     # guards: the newest one is enough, and the end of the prompt stays kept
@@ -103,8 +100,8 @@ class SingleRequests:
                     kept = len(generated)
                 yield response
         finally:
-            if journal:
-                store.drop_journal(journal)
+            if journal:  # who is told the end has seen to it, unless nobody is there any more
+                journal.leave()
 
 
 class Prefill:

@@ -173,7 +173,7 @@ def _conversations(client: LineageClient, shelf: Shelf, name: str) -> Conversati
 
 def _pin(options: argparse.Namespace) -> int:
     def do(shelf: Shelf, model: Conversations, name: str) -> str:
-        model.pin(name, True)
+        model.pin(name)
         return f"{name}: pinned"
 
     return _each(options, do)
@@ -181,7 +181,8 @@ def _pin(options: argparse.Namespace) -> int:
 
 def _unpin(options: argparse.Namespace) -> int:
     def do(shelf: Shelf, model: Conversations, name: str) -> str:
-        shelf.unpin(name)
+        if others := model.unpin(name):
+            return f"{name}: stays pinned, since others that are go on from it: {', '.join(others)}"
         return f"{name}: not pinned any more"
 
     return _each(options, do)

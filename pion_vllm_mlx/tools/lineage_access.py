@@ -15,6 +15,7 @@ from typing import Any
 
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage.client import LineageClient, as_int, as_text, connect, pairs_of
+from pion_vllm_mlx.cache.lineage.conversations import ends_here
 from pion_vllm_mlx.cache.lineage.index import (
     LRU_KEY,
     SIZES_KEY,
@@ -23,7 +24,6 @@ from pion_vllm_mlx.cache.lineage.index import (
     Segment,
     parse_tokens,
 )
-from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.types import LineageOptions
 from pion_vllm_mlx.errors import ConfigError, DamagedData
 from pion_vllm_mlx.tools.store_access import advising
@@ -78,17 +78,16 @@ class Shelf:
 
     def all(self) -> list[Listed]:
         """Every conversation, and every pinned beginning of others, the latest used first."""
-        ranked, sizes = self.client.demand(
-            Names("").route,
-            [("ZRANGE", LRU_KEY, 0, -1, "REV", "WITHSCORES"), ("HGETALL", SIZES_KEY)],
-        )
-        used = {as_text(name): float(as_text(score)) for name, score in pairs_of(ranked)}
-        size = {as_text(name): as_int(as_text(value), 0) for name, value in pairs_of(sizes)}
+        used: dict[str, float] = {}
+        size: dict[str, int] = {}
+        asked = [("ZRANGE", LRU_KEY, 0, -1, "WITHSCORES"), ("HGETALL", SIZES_KEY)]
+        for ranked, sizes in self.client.everywhere(asked):
+            used |= {as_text(name): float(as_text(score)) for name, score in pairs_of(ranked)}
+            size |= {as_text(name): as_int(as_text(value), 0) for name, value in pairs_of(sizes)}
         found = {name: one for name, one in self._segments(list(used)).items() if _is_shown(one)}
         return [
             self._listed(name, found[name], size.get(name, 0), used[name])
-            for name in used
-            if name in found
+            for name in sorted(found, key=lambda name: used[name], reverse=True)
         ]
 
     def names_of(self, conversation: str) -> Names:
@@ -142,25 +141,6 @@ class Shelf:
         """The segments that continue a conversation, or leave it somewhere."""
         names, leaf = self.names_of(conversation), self.chain(conversation)[-1]
         return [names.member(kid.number) for kid in leaf.kids]
-
-    def unpin(self, conversation: str) -> None:
-        """Takes the pin of a conversation, and of what only leads to it.
-
-        Anchors, and other conversations that it left, keep theirs, which may be their own: they
-        are listed. Raises ConfigError, DamagedData.
-        """
-        names, chain = self.names_of(conversation), self.chain(conversation)
-        index, publisher = Index(self.client, names), Publisher(self.client, names)
-        for segment in reversed(chain):
-            if segment is not chain[-1]:
-                if segment.kind == "anchor" or _ends_here(segment):
-                    break
-                kids = index.segments([kid.number for kid in segment.kids])
-                if any(kid is not None and kid.pinned for kid in kids):
-                    break
-            publisher.set_fields(segment.number, {"pin": "0"})
-            namespace = names.namespace(segment.number)
-            self.client.pipeline(names.route, [("KV.PREFIX.UNPIN", namespace)])
 
     # -- inside ---------------------------------------------------------------
 
@@ -217,11 +197,6 @@ def may_be_of(config: dict[str, Any], identity: dict[str, Any]) -> bool:
     )
 
 
-def _ends_here(segment: Segment) -> bool:
-    """Whether a segment is the end of a conversation, and not only the way to others."""
-    return not any(kid.base == segment.end for kid in segment.kids)
-
-
 def _is_shown(segment: Segment) -> bool:
     """Whether a conversation ends in a segment, or it can be unpinned."""
-    return _ends_here(segment) or segment.pinned or segment.kind == "anchor"
+    return ends_here(segment) or segment.pinned or segment.kind == "anchor"

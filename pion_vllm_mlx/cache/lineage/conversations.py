@@ -41,7 +41,7 @@ class Conversations:
         numbers = [number for number in map(self._number_of, used) if number is not None]
         found = []
         for segment in self._index.segments(numbers):
-            if segment is None or any(kid.base == segment.end for kid in segment.kids):
+            if segment is None or not ends_here(segment):
                 continue
             name = self._names.member(segment.number)
             found.append(
@@ -61,15 +61,30 @@ class Conversations:
         """All tokens of a conversation."""
         return [int(token) for token in self._index.tokens_up_to(self.segment(conversation))]
 
-    def pin(self, conversation: str, pinned: bool) -> None:
-        """Sets or takes the pin of a conversation and of all it stands on."""
+    def pin(self, conversation: str) -> None:
+        """Pins a conversation and all it stands on."""
         segment = self.segment(conversation)
-        publisher = Publisher(self._client, self._names)
         for number in [*(number for number, _ in segment.up), segment.number]:
-            publisher.set_fields(number, {"pin": "1" if pinned else "0"})
-            word = "KV.PREFIX.PIN" if pinned else "KV.PREFIX.UNPIN"
-            # past the server's cap of pins ours still holds against our own budget
-            self._client.pipeline(self._names.route, [(word, self._names.namespace(number))])
+            self._set_pin(number, True)
+
+    def unpin(self, conversation: str) -> list[str]:
+        """Takes the pin of a conversation, and of what only leads to it.
+
+        Anchors, and other conversations that it left, keep theirs, which may be their own.
+        Returns what is pinned and goes on from it: then it stays pinned itself.
+        """
+        segment = self.segment(conversation)
+        if pinned := self._pinned_kids(segment):
+            return [self._names.member(number) for number in pinned]
+        self._set_pin(segment.number, False)
+        above = self._index.segments([number for number, _ in segment.up])
+        for upper in reversed(above):
+            if upper is None or upper.kind == "anchor":
+                break
+            if ends_here(upper) or self._pinned_kids(upper):
+                break
+            self._set_pin(upper.number, False)
+        return []
 
     def drop(self, conversation: str) -> int:
         """Deletes a conversation, and what it alone stands on; how many segments went.
@@ -120,6 +135,23 @@ class Conversations:
 
     # -- inside ---------------------------------------------------------------
 
+    def _set_pin(self, number: int, pinned: bool) -> None:
+        fields = {"pin": "1" if pinned else "0"}
+        Publisher(self._client, self._names).set_fields(number, fields)
+        word = "KV.PREFIX.PIN" if pinned else "KV.PREFIX.UNPIN"
+        # past the server's cap of pins ours still holds against our own budget
+        self._client.pipeline(self._names.route, [(word, self._names.namespace(number))])
+
+    def _pinned_kids(self, segment: Segment) -> list[int]:
+        """The children of a segment that are pinned: all that they stand on stays so."""
+        kids = self._index.segments([kid.number for kid in segment.kids])
+        return [kid.number for kid in kids if kid is not None and kid.pinned]
+
     def _number_of(self, member: str) -> int | None:
         mid, _, number = member.rpartition(":")
         return as_int(number) if mid == self._names.mid else None
+
+
+def ends_here(segment: Segment) -> bool:
+    """Whether a segment is the end of a conversation, and not only the way to others."""
+    return not any(kid.base == segment.end for kid in segment.kids)

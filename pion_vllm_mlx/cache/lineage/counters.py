@@ -12,7 +12,9 @@ REASONS_KEPT = 32
 class Counters:
     """Numbers by name, and the latest reasons. Thread-safe.
 
-    ``matches``, ``hits``, ``tokens_asked``, ``tokens_restored``, ``bytes_restored``,
+    ``matches`` are the prompts that were looked up here, ``tokens_looked_up`` theirs, and
+    ``tokens_restored`` what was loaded for them; a process asks the store only for what its own
+    memory has not. ``hits``, ``bytes_restored``,
     ``restore_failures``, ``kept``, ``written``, ``bytes_written``, ``bytes_rows``,
     ``evicted``, ``damaged``, ``unavailable``; what was not stored, by cause: ``queue_full``,
     ``over_budget``, ``contended``, ``lost``, ``refused``, ``failed``; and ``lane_…`` a lane.

@@ -1,19 +1,28 @@
-"""Journals: what a reply had come to when its process ended."""
+"""Journals: what a reply had come to when its process ended.
+
+A journal is for a reply that never came to its end: it has to be gone before anybody is told
+the end, or the same request would later be answered with the old reply.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from pion_vllm_mlx.cache.lineage.client import LineageClient
 from pion_vllm_mlx.cache.lineage.index import Names, parse_tokens
+from pion_vllm_mlx.errors import PionError
 
 KEEP_SECONDS = 86_400
 
+Behind = Callable[[Callable[[], None]], None]
+"""Has something done on the background thread, behind all that was given to it before."""
 
-class Journal:
+
+class Journals:
     """The journals of one model. Raises StoreUnavailable, CommandError."""
 
     def __init__(self, client: LineageClient, names: Names) -> None:
@@ -40,3 +49,48 @@ class Journal:
     def _name(self, key: str) -> str:
         digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=12)
         return self._names.key(f"jr:{digest.hexdigest()}")
+
+
+class ReplyJournal:
+    """The journal of one reply, from its first token to its end. Any thread."""
+
+    def __init__(self, key: str, front: Journals, back: Journals, behind: Behind) -> None:
+        """``front`` is asked by who calls, ``back`` by what ``behind`` runs."""
+        self._key = key
+        self._front, self._back, self._behind = front, back, behind
+        self._lock = threading.Lock()
+        self._ended = False
+
+    def note(self, generated: Sequence[int]) -> None:
+        """Notes the ids so far, once the rows that were given to be stored before are."""
+        ids = list(generated)
+
+        def save() -> None:
+            with self._lock:
+                if not self._ended:
+                    self._back.save(self._key, ids)
+
+        self._behind(save)
+
+    def end(self) -> bool:
+        """Forgets the journal; when this returns it is gone. To be called before the end is told.
+
+        Waits for one answer of the store, at most its deadline. False where none came: then it
+        is tried once more in the background.
+        """
+        with self._lock:
+            if self._ended:
+                return True
+            try:
+                self._front.drop(self._key)
+            except PionError:
+                self.leave()
+                return False
+            self._ended = True
+        return True
+
+    def leave(self) -> None:
+        """Forgets the journal in the background: nobody is told of the reply any more."""
+        if not self._ended:
+            self._ended = True
+            self._behind(lambda: self._back.drop(self._key))

@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,18 +27,18 @@ from pion_vllm_mlx.cache.lineage import policy
 from pion_vllm_mlx.cache.lineage.background import Background, Task, weakly
 from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
 from pion_vllm_mlx.cache.lineage.branching import Branching
-from pion_vllm_mlx.cache.lineage.budget import OverBudget
-from pion_vllm_mlx.cache.lineage.capture import capture
+from pion_vllm_mlx.cache.lineage.capture import Captured, Since, capture, captured_of
 from pion_vllm_mlx.cache.lineage.client import connect
 from pion_vllm_mlx.cache.lineage.conversations import Conversations
 from pion_vllm_mlx.cache.lineage.counters import Counters
 from pion_vllm_mlx.cache.lineage.explain import explain
+from pion_vllm_mlx.cache.lineage.faults import MALFORMED, Faults
 from pion_vllm_mlx.cache.lineage.index import Index
-from pion_vllm_mlx.cache.lineage.journal import Journal
-from pion_vllm_mlx.cache.lineage.locks import Contended
+from pion_vllm_mlx.cache.lineage.journal import Journals, ReplyJournal
+from pion_vllm_mlx.cache.lineage.lending import can_be_lent, lend
 from pion_vllm_mlx.cache.lineage.matching import Rules, match_of
 from pion_vllm_mlx.cache.lineage.model_key import ModelKey
-from pion_vllm_mlx.cache.lineage.plan import Job, Lost
+from pion_vllm_mlx.cache.lineage.plan import Job
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.reader import DamagedPiece, Reader
 from pion_vllm_mlx.cache.lineage.recent import Recent
@@ -53,7 +54,6 @@ from pion_vllm_mlx.cache.lineage.types import (
     Restored,
 )
 from pion_vllm_mlx.cache.lineage.writer import Writer
-from pion_vllm_mlx.cache.store_client_endpoint import what_helps
 from pion_vllm_mlx.config import ClientSwitches
 from pion_vllm_mlx.errors import PionError, StoreUnavailable, UnsupportedCache
 
@@ -62,12 +62,6 @@ __all__ = ["LineageStore", "anchor_length"]
 log = logging.getLogger("pion_vllm_mlx")
 
 anchor_length = policy.anchor_length
-
-_MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
-"""What records and files that only another program can have written may end in."""
-
-_FAILURES = {OverBudget: "over_budget", Contended: "contended", Lost: "lost"}
-"""The counters of stores that failed for a reason of their own."""
 
 
 class LineageStore:
@@ -86,7 +80,7 @@ class LineageStore:
         switches = ClientSwitches.from_environment()
         self._counters = Counters()
         self._recent = Recent()
-        self._warned = False
+        self._faults = Faults(self._counters)
         self._bypass: str | None = None
         self._front, self._back = connect(self.options), connect(self.options)
         self._writer = Writer(self._back, self.options.budget_bytes, self._counters)
@@ -130,16 +124,16 @@ class LineageStore:
         if ids is None or self._bypass is not None:
             return Match(NO_TOKENS, why=why or self._bypass or "")
         self._counters.add("matches")
-        self._counters.add("tokens_asked", ids.size)
+        self._counters.add("tokens_looked_up", int(ids.size))
         try:
             self._renew_key()
             index = Index(self._front, self._key.names)
             with self._front.within(self.options.deadline_seconds):
                 found = index.find(ids, whole=self._shape.wants_cuts)
         except PionError as error:
-            self._unavailable(error)
+            self._faults.unavailable(error)
             return Match(ids, why=f"no store: {error}")
-        self._warned = False
+        self._faults.answered()
         match = match_of(found, ids, self._key.names, self._rules)
         point = match.checkpoint.length if match.checkpoint is not None else None
         self._recent.note(ids, match.common, match.length, point)
@@ -160,9 +154,9 @@ class LineageStore:
             self._damaged(error)
             loaded = None
         except StoreUnavailable as error:
-            self._unavailable(error)
+            self._faults.unavailable(error)
             loaded = None
-        except (PionError, *_MALFORMED) as error:
+        except (PionError, *MALFORMED) as error:
             self._counters.add("restore_failures", why=str(error))
             loaded = None
         if loaded is None:
@@ -191,12 +185,20 @@ class LineageStore:
             return []
         return policy.cuts(len(tokens), match.length, match.common, anchor)
 
-    def keep(self, tokens: Tokens, caches: Sequence[Any], kind: KeepKind = "final") -> bool:
+    def keep(
+        self,
+        tokens: Tokens,
+        caches: Sequence[Any],
+        kind: KeepKind = "final",
+        *,
+        given: bool = False,
+    ) -> bool:
         """Has ``caches``, which hold exactly ``tokens``, stored; returns at once.
 
-        Copies what is new on this thread's stream and hands it to a background thread. False,
-        and counted, where it was not taken: nothing new, the queue is full, a cache that does
-        not fit. Never raises for a reason of the store.
+        Copies what is new on this thread's stream and hands it to a background thread.
+        ``given``: nobody writes to these caches any more, so that the thread may take them
+        apart. False, and counted, where they were not taken: nothing new, the queue is full,
+        a cache that does not fit. Never raises for a reason of the store.
         """
         ids, why = token_ids(tokens)
         if ids is None or self._bypass is not None or ids.size < self._least:
@@ -207,15 +209,18 @@ class LineageStore:
             self._counters.add("known")
             return False
         try:
-            captured = capture(caches, int(ids.size), since, self._shape, self.options.vquant)
+            take, num_bytes = self._taking(caches, int(ids.size), since, given)
         except UnsupportedCache as error:
-            self._refused(error)
+            self._faults.refused(error)
             return False
         anchor = self._anchor_of(ids)
         anchor = anchor if since.rows < anchor else 0  # else it is stored, or inside of something
-        job = Job(ids, kind, captured, self._key.identity, self._key.names, anchor)
-        task = Task(lambda: self._write(job), lambda error: self._failed(job, error),
-                    captured.num_bytes)  # fmt: skip
+        key = self._key
+
+        def write() -> None:
+            self._write(Job(ids, kind, take(), key.identity, key.names, anchor))
+
+        task = Task(write, partial(self._failed, ids), num_bytes)
         if not self._background.put(task):
             self._counters.add("queue_full", why="more waits to be stored than the queue holds")
             return False
@@ -226,38 +231,30 @@ class LineageStore:
 
     # -- journals ---------------------------------------------------------------
 
-    def save_journal(
-        self, key: str, tokens: Tokens, generated: Sequence[int], caches: Sequence[Any] | None
-    ) -> None:
-        """Notes what was generated so far; ``caches`` hold prompt + generated[:-1].
+    def journal(self, key: str) -> ReplyJournal | None:
+        """A journal for a reply that begins now; None without ``resume``.
 
-        None: they were kept already.
-
-        Rows first, then the ids. For every 16th token; nothing without ``resume``.
+        What it notes comes after the rows that ``keep`` was given before.
         """
         if self._bypass is not None or not self.options.resume:
-            return
-        noted = list(generated)
-        if caches is not None:
-            self.keep([*tokens, *noted[:-1]], caches)
-        journal = Journal(self._back, self._key.names)
-        self._in_background(lambda: journal.save(key, noted))
+            return None
+        names = self._key.names
+        back = Journals(self._back, names)
+        return ReplyJournal(key, Journals(self._front, names), back, self._in_background)
 
     def load_journal(self, key: str) -> list[int] | None:
         """The token ids that a killed process had generated for a request, or None."""
-        if self._bypass is not None or not self.options.resume:
-            return None
         try:
-            return Journal(self._front, self._key.names).load(key)
+            resumes = self._bypass is None and self.options.resume
+            return Journals(self._front, self._key.names).load(key) if resumes else None
         except PionError as error:
-            self._unavailable(error)
+            self._faults.unavailable(error)
             return None
 
     def drop_journal(self, key: str) -> None:
-        """Forgets a journal; to be called before the end of a reply is sent."""
+        """Forgets, in the background, what a killed process had noted."""
         if self._bypass is None and self.options.resume:
-            journal = Journal(self._back, self._key.names)
-            self._in_background(lambda: journal.drop(key))
+            self._in_background(partial(Journals(self._back, self._key.names).drop, key))
 
     # -- looking at what is stored ------------------------------------------------
 
@@ -269,7 +266,7 @@ class LineageStore:
         try:
             return explain(self._front, self._key, ids, self._rules)
         except PionError as error:
-            self._unavailable(error)
+            self._faults.unavailable(error)
             return Explanation(0, 0, 0, sentence=f"no store: {error}")
 
     def conversations(self) -> list[Conversation]:
@@ -284,8 +281,15 @@ class LineageStore:
         return self._conversations().tokens_of(conversation)
 
     def pin(self, conversation: str, pinned: bool = True) -> None:
-        """Keeps a conversation, and all it stands on, from being evicted. Raises KeyError."""
-        self._conversations().pin(conversation, pinned)
+        """Keeps a conversation, and all it stands on, from being evicted. Raises KeyError.
+
+        What other pinned conversations stand on stays pinned when one is unpinned.
+        """
+        conversations = self._conversations()
+        if pinned:
+            conversations.pin(conversation)
+        else:
+            conversations.unpin(conversation)
 
     def drop(self, conversation: str) -> int:
         """Deletes a conversation and what only it stands on; how many segments. KeyError."""
@@ -338,6 +342,18 @@ class LineageStore:
             self._key = key
             self._recent.clear()
 
+    def _taking(
+        self, caches: Sequence[Any], length: int, since: Since, given: bool
+    ) -> tuple[Callable[[], Captured], int]:
+        """What gives the new rows on the background thread, and how many bytes they are."""
+        shape, vquant = self._shape, self.options.vquant
+        if given and can_be_lent():
+            lent = lend(caches)
+            new = lent.num_bytes * (length - since.rows) // length
+            return partial(captured_of, lent, length, since, shape, vquant), new
+        captured = capture(caches, length, since, shape, vquant)
+        return lambda: captured, captured.num_bytes
+
     def _anchor_of(self, ids: TokenIds) -> int:
         """The longest known anchor that a prompt begins with."""
         fits = [one.size for one in self._anchors if np.array_equal(ids[: one.size], one)]
@@ -366,14 +382,14 @@ class LineageStore:
         for namespace in unsealed:
             self._back.publish(namespace)
 
-    def _failed(self, job: Job, error: BaseException) -> None:
-        self._recent.forget(job.tokens)
-        name = next((name for kind, name in _FAILURES.items() if isinstance(error, kind)), "failed")
-        self._counters.add(name, why=str(error))
-        if isinstance(error, StoreUnavailable):
-            self._unavailable(error)
+    def _failed(self, ids: TokenIds, error: BaseException) -> None:
+        self._recent.forget(ids)
+        if isinstance(error, UnsupportedCache):
+            self._faults.refused(error)
+        else:
+            self._faults.failed(error)
 
-    def _in_background(self, run: Any) -> None:
+    def _in_background(self, run: Callable[[], None]) -> None:
         def failed(error: BaseException) -> None:
             self._counters.add("failed", why=str(error))
 
@@ -391,20 +407,6 @@ class LineageStore:
             self._back.pipeline(names.route, [("KV.PREFIX.LOOKUP", leaf, "TOKENS", length)])
 
         self._in_background(run)
-
-    # counting
-
-    def _unavailable(self, error: PionError) -> None:
-        self._counters.add("unavailable", why=str(error))
-        advice = what_helps(error)
-        level = logging.INFO if self._warned else logging.WARNING
-        self._warned = True
-        log.log(level, "no prefix store: %s", f"{error}; {advice}" if advice else error)
-
-    def _refused(self, error: UnsupportedCache) -> None:
-        first = not self._counters.get("refused")
-        self._counters.add("refused", why=str(error))
-        log.log(logging.WARNING if first else logging.INFO, "%s", error)
 
     def _damaged(self, error: DamagedPiece) -> None:
         """What does not verify goes, unless it was just replaced or taken out."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from pion_vllm_mlx.cache.lineage import LineageStore
+from pion_vllm_mlx.cache.lineage.index import Index, Names
 from tests.cache.lineage.conftest import Opener
 from tests.cache.lineage.driving import (
     KINDS,
@@ -25,7 +28,10 @@ def test_a_reply_that_was_cut_goes_on_where_it_was(opened: Opener) -> None:
     cache = fresh_cache(model)
     engine.prefill(ids, 0, 79, cache)
     reply, _ = engine.generate(ids[79:], 17, cache)
-    first.save_journal("request", ids, reply, cache)
+    journal = first.journal("request")
+    assert journal is not None
+    first.keep([*ids, *reply[:-1]], cache)
+    journal.note(reply)
     assert first.flush()
     rest, _ = engine.generate(reply[-1:], 8, cache)
     second = opened(model)
@@ -44,17 +50,49 @@ def test_a_reply_that_was_cut_goes_on_where_it_was(opened: Opener) -> None:
 def test_a_journal_ends_by_itself_and_is_off_without_resume(opened: Opener) -> None:
     model = tiny_model("llama")
     store = opened(model)
-    store.save_journal("a", [1, 2], [3], fresh_cache(model))
+    journal = store.journal("a")
+    assert journal is not None
+    journal.note([3])
     assert store.flush()
     assert store.load_journal("a") == [3]
     (key,) = store._front.demand("x", [("KEYS", "pps:*:jr:*")])[0]
     (left,) = store._front.demand("x", [("TTL", key)])
     assert 86_000 < left <= 86_400
     off = opened(model, resume=False)
-    off.save_journal("b", [1, 2], [3], [])
-    assert off.flush()
-    assert off.load_journal("a") is None and off.load_journal("b") is None
-    assert store.load_journal("b") is None
+    assert off.journal("b") is None
+    assert off.load_journal("a") is None
+
+
+def test_a_reply_that_has_ended_is_forgotten_before_its_end_is_told(opened: Opener) -> None:
+    """Nothing waits for the background thread: killed right after it, nobody finds a journal."""
+    model = tiny_model("llama")
+    store, other = opened(model, key_parts={"t": "end"}), opened(model, key_parts={"t": "end"})
+    journal = store.journal("request")
+    assert journal is not None
+    journal.note([1])
+    assert store.flush() and other.load_journal("request") == [1]
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(30)
+
+    store._in_background(slow)
+    assert begun.wait(30)
+    journal.note([1, 2])  # waits behind the slow one
+    assert journal.end()
+    assert other.load_journal("request") is None
+    go_on.set()
+    assert store.flush()
+    assert other.load_journal("request") is None
+    journal.note([1, 2, 3])  # by a generation that has not heard of the end yet
+    assert store.flush() and other.load_journal("request") is None
+    again = store.journal("request")
+    assert again is not None
+    again.note([7])
+    assert store.flush() and other.load_journal("request") == [7]
+    again.leave()
+    assert store.flush() and other.load_journal("request") is None
 
 
 def conversation(store: LineageStore, ids: list[int]) -> str:
@@ -158,3 +196,64 @@ def test_deleting_what_others_stand_on_takes_its_own_tokens_out(opened: Opener) 
     assert turn.reused == 150
     same_reply(turn, Engine(model, None).turn(left, reply=2))
     assert store.flush() and engine.turn(left, reply=1).reused == 199
+
+
+@pytest.mark.parametrize("length", [64, 127, 128, 129, 192, 198])
+def test_a_branch_takes_nothing_away_from_the_conversation_it_came_from(
+    length: int, opened: Opener
+) -> None:
+    """Wherever it leaves it: at the end of a block, too, whose address both could claim."""
+    model = tiny_model("llama")
+    store = opened(model, key_parts={"t": f"branch at {length}"})
+    engine = Engine(model, store)
+    ids = prompt(200, 12)
+    engine.turn(ids, reply=1)
+    assert store.flush()
+    origin = conversation(store, ids[:199])
+    branch = store.branch(origin, length)
+    fresh = opened(model, key_parts={"t": f"branch at {length}"})
+    for count in (70, 100, 127, 128, 140, 190, 198):
+        asked = [*ids[:count], 1 + ids[count] % 100, 5]
+        match = fresh.match(asked)
+        assert (match.common, match.length) == (count, count)
+        restored = fresh.restore(match)
+        assert restored is not None and restored.length == count
+    longer = [*ids[:length], *prompt(30, 13)]
+    assert engine.turn(longer, reply=1).reused == length
+    assert store.flush()
+    store.drop(origin)
+    found = fresh.match([*ids[:length], *prompt(30, 13)[:20], 3, 3, 3])
+    assert found.length == length + 20
+    assert store.tokens_of(branch) == ids[:length]
+    assert fresh.match([*ids[:length], 1, 1]).length == length
+
+
+def test_unpinning_leaves_what_others_that_are_pinned_stand_on(opened: Opener) -> None:
+    model = tiny_model("llama")
+    store = opened(model, key_parts={"t": "pins"})
+    engine = Engine(model, store)
+    system = prompt(64, 14)
+    first, second = [*system, *prompt(40, 15)], [*system, *prompt(40, 16)]
+    for ids in (first, second):
+        engine.turn(ids, reply=1, anchor=64)
+        assert store.flush()
+    longer = [*first[:103], *prompt(40, 17)]
+    engine.turn(longer, reply=1)
+    assert store.flush()
+    one, two = (conversation(store, ids[:-1]) for ids in (longer, second))
+    for name in (one, two):
+        store.pin(name)
+    store.pin(one, False)
+    assert pinned(store, two) == [True, True]
+    assert pinned(store, one)[0] and not pinned(store, one)[-1]
+    store.pin(two, False)
+    assert pinned(store, two) == [True, False]  # the anchor's pin may be its own
+
+
+def pinned(store: LineageStore, name: str) -> list[bool]:
+    """Which segments of a conversation's chain are pinned, from the root on."""
+    names = Names(name.partition(":")[0])
+    index = Index(store._front, names)
+    (leaf,) = index.segments([int(name.partition(":")[2])])
+    assert leaf is not None
+    return [one.pinned for one in [*index.segments([n for n, _ in leaf.up]), leaf] if one]

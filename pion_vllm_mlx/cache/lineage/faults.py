@@ -1,0 +1,53 @@
+"""What goes wrong in a lineage store: counted, and said, the first time loudly."""
+
+from __future__ import annotations
+
+import logging
+
+from pion_vllm_mlx.cache.lineage.budget import OverBudget
+from pion_vllm_mlx.cache.lineage.counters import Counters
+from pion_vllm_mlx.cache.lineage.locks import Contended
+from pion_vllm_mlx.cache.lineage.plan import Lost
+from pion_vllm_mlx.cache.store_client_endpoint import what_helps
+from pion_vllm_mlx.errors import PionError, StoreUnavailable, UnsupportedCache
+
+log = logging.getLogger("pion_vllm_mlx")
+
+_CAUSES = {OverBudget: "over_budget", Contended: "contended", Lost: "lost"}
+"""The counters of stores that failed for a reason of their own."""
+
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+"""What records and files that only another program can have written may end in."""
+
+
+class Faults:
+    """The faults of one store. Any thread."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._warned = False
+
+    def answered(self) -> None:
+        """The store is there: the next time that it is not is news again."""
+        self._warned = False
+
+    def unavailable(self, error: PionError) -> None:
+        """There is no store at present."""
+        self._counters.add("unavailable", why=str(error))
+        advice = what_helps(error)
+        level = logging.INFO if self._warned else logging.WARNING
+        self._warned = True
+        log.log(level, "no prefix store: %s", f"{error}; {advice}" if advice else error)
+
+    def refused(self, error: UnsupportedCache) -> None:
+        """A cache that cannot be stored."""
+        first = not self._counters.get("refused")
+        self._counters.add("refused", why=str(error))
+        log.log(logging.WARNING if first else logging.INFO, "%s", error)
+
+    def failed(self, error: BaseException) -> None:
+        """Something was not stored after all."""
+        name = next((name for kind, name in _CAUSES.items() if isinstance(error, kind)), "failed")
+        self._counters.add(name, why=str(error))
+        if isinstance(error, StoreUnavailable):
+            self.unavailable(error)
