@@ -8,7 +8,7 @@ as true as before.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from pion_vllm_mlx.server.attention.resident import (
 from pion_vllm_mlx.server.attention.slots import Key, Slot, SlotTable
 from pion_vllm_mlx.server.store.index import group_of
 from pion_vllm_mlx.server.store.records import Drop, Record
+from pion_vllm_mlx.server.store.store import Store
 
 #: runs a call on a thread that may take its time.
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -115,8 +116,17 @@ class AttentionCache:
         self.slots.fit(key)
         return found
 
-    def dropped(self, effects: Iterable[Record]) -> None:
-        """Effects that the store has applied: what was dropped for good is forgotten here."""
+    def follow(self, store: Store) -> None:
+        """Forget from now on what the store drops for good."""
+        others = store.on_effects
+
+        def told(effects: Sequence[Record]) -> None:
+            others(effects)
+            self._dropped(effects)
+
+        store.on_effects = told
+
+    def _dropped(self, effects: Sequence[Record]) -> None:
         sids = [
             sid
             for effect in effects

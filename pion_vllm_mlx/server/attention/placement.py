@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pion_vllm_mlx.config import forced_kernel
-from pion_vllm_mlx.kernels import api, choice, transfer
-from pion_vllm_mlx.kernels.prefix import Side
+from pion_vllm_mlx.kernels import choice, transfer
 from pion_vllm_mlx.server.attention.resident import Resident
 
 HOST = "cpu"
@@ -34,14 +33,4 @@ def find_device(wanted: str) -> str:
 
 def on_device(resident: Resident) -> Resident:
     """The same K/V in the memory of MLX's default device."""
-    prefix = resident.prefix
-    keys, values = (_moved(side) for side in (prefix.keys, prefix.values))
-    return replace(resident, prefix=api.Prefix(keys, values, prefix.num_tokens))
-
-
-def _moved(side: Side) -> Side:
-    if not isinstance(side, api.Affine):
-        return transfer.to_mlx(side)
-    codes = transfer.to_mlx(side.codes, bf16=False)
-    scales, biases = transfer.to_mlx(side.scales), transfer.to_mlx(side.biases)
-    return api.Affine(codes, scales, biases, side.bits, side.group)
+    return replace(resident, prefix=transfer.device_prefix(resident.prefix))

@@ -23,7 +23,7 @@ _ATTEMPTS = 5
 
 
 @command(
-    WHERE,
+    "KV.PREFIX.WARM",
     -4,
     "Makes the stored rows of a namespace resident for attention; how many layers.",
     syntax="ns heads dim [attend_sid]",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.conftest import RunningServer, free_port_block
 from tests.server.memory.lane import OK, QUERY_FUSED, Lane, named
 from tests.server.wire import Wire, Word
 
@@ -114,3 +118,21 @@ class Asking:
         """The numbers of the attention cache."""
         fields = self.wire.info("KV.PREFIX.INFO")
         return {k: int(v) for k, v in fields.items() if k.startswith("sdpa_")}
+
+
+@contextmanager
+def connected(server: RunningServer, sid: str = "s") -> Iterator[Asking]:
+    """Connections to both lanes of a server."""
+    with Wire.tcp(server.port) as wire, Lane.tcp(server.port + 1) as lane:
+        yield Asking(wire, lane, sid, 0)
+
+
+@contextmanager
+def flagged(folder: Path, *flags: str) -> Iterator[RunningServer]:
+    """A server with flags on the new folder ``folder``, stopped at the end."""
+    folder.mkdir(mode=0o700)
+    server = RunningServer(port=free_port_block(), dir=folder, flags=flags)
+    try:
+        yield server.start()
+    finally:
+        server.stop()

@@ -1,0 +1,91 @@
+"""Where K/V are kept: on the host, or in the memory of MLX's device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.server.attention import placement
+from pion_vllm_mlx.server.attention.cache import AttentionCache, AttentionSettings
+from pion_vllm_mlx.server.attention.requests import Auto, Dense, Request, Sizes, Sparse
+from pion_vllm_mlx.server.attention.resident import Shape
+from pion_vllm_mlx.server.attention.slots import Key
+from tests.server.attention import oracle
+from tests.server.attention.asking import normal
+
+KEYS, VALUES = normal(1, 2, 130, 64), normal(2, 2, 130, 64)
+KEY = Key(b"s", 0)
+
+
+async def here(work: Callable[[], Any]) -> Any:
+    return work()
+
+
+async def answers(cache: AttentionCache, requests: list[Request]) -> list[Any]:
+    await cache.store(KEY, Shape(2, 130, 64), KEYS.tobytes(), VALUES.tobytes())
+    return list(await asyncio.gather(*(cache.query(KEY, request) for request in requests)))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_k_and_v_in_mlx_memory_answer_in_bytes_that_can_be_sent(dtype: str) -> None:
+    mx = pytest.importorskip("mlx.core")
+    from pion_vllm_mlx.kernels import api
+
+    sizes = Sizes("X", 2, 2, 64, 100)
+    q = normal(3, 2, 1, 64)
+    suffix = api.Suffix(normal(4, 2, 5, 64), normal(5, 2, 5, 64))
+    every = np.tile(np.arange(130, dtype="<i4"), (2, 1))
+    requests: list[Request] = [
+        Dense(sizes, q, None, with_lse=True),
+        Dense(sizes, q, None, suffix),
+        Sparse(sizes, q[:, 0], every, np.array([130, 130], "<u4")),
+        Auto(sizes, q[:, 0], None, api.Selection(16, 99)),
+    ]
+
+    async def work() -> tuple[AttentionCache, list[Any]]:
+        cache = AttentionCache(AttentionSettings(dtype=dtype), here)
+        cache.device = "mlx"
+        found = await answers(cache, requests)
+        cache.close()
+        return cache, found
+
+    cache, found = asyncio.run(work())
+    held = cache.slots.find(KEY).held
+    assert isinstance(held.prefix.keys, mx.array)
+    assert held.nbytes >= 2 * KEYS.nbytes // (1 if dtype == "fp32" else 2)
+    wanted, _ = oracle.dense(q, KEYS, VALUES, window=100)
+    fused = oracle.fused(q, (KEYS, VALUES), (suffix.keys, suffix.values), window=100)
+    error = 1e-5 if dtype == "fp32" else 3e-2
+    for (out, *_), right in zip(found, (wanted, fused, wanted[:, 0], wanted[:, 0]), strict=True):
+        assert isinstance(out, np.ndarray) and out.dtype == np.float32
+        np.testing.assert_allclose(out.reshape(right.shape), right, rtol=0, atol=error)
+
+
+def test_a_gpu_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PION_KERNEL", raising=False)
+    if placement.find_device("cuda") != placement.HOST:
+        pytest.skip("there is a GPU")
+
+    async def work() -> list[str]:
+        caches = [AttentionCache(AttentionSettings(device=d), here) for d in ("cpu", "cuda")]
+        notices = [await cache.start() for cache in caches]
+        assert [cache.device for cache in caches] == ["cpu", "cpu"]
+        for cache in caches:
+            cache.close()
+        return notices
+
+    nothing, notice = asyncio.run(work())
+    assert not nothing and "cuda" in notice and "cpu" in notice
+
+
+def test_a_kernel_that_is_forced_and_unknown_is_named_at_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PION_KERNEL", "magic")
+    with pytest.raises(ConfigError, match="magic.*reference"):
+        placement.find_device(placement.HOST)
