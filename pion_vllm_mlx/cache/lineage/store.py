@@ -26,12 +26,9 @@ from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import policy
 from pion_vllm_mlx.cache.lineage.background import Background, Task, weakly
 from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
-from pion_vllm_mlx.cache.lineage.branching import Branching
 from pion_vllm_mlx.cache.lineage.capture import Captured, Since, capture, captured_of
 from pion_vllm_mlx.cache.lineage.client import connect
-from pion_vllm_mlx.cache.lineage.conversations import Conversations
 from pion_vllm_mlx.cache.lineage.counters import Counters
-from pion_vllm_mlx.cache.lineage.explain import explain
 from pion_vllm_mlx.cache.lineage.faults import MALFORMED, Faults
 from pion_vllm_mlx.cache.lineage.index import Index
 from pion_vllm_mlx.cache.lineage.journal import Journals, ReplyJournal
@@ -43,11 +40,10 @@ from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.reader import DamagedPiece, Reader
 from pion_vllm_mlx.cache.lineage.recent import Recent
 from pion_vllm_mlx.cache.lineage.shape import Shape
+from pion_vllm_mlx.cache.lineage.stored import Stored
 from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, Tokens, token_ids
 from pion_vllm_mlx.cache.lineage.types import (
-    Conversation,
     Cut,
-    Explanation,
     KeepKind,
     LineageOptions,
     Match,
@@ -64,7 +60,7 @@ log = logging.getLogger("pion_vllm_mlx")
 anchor_length = policy.anchor_length
 
 
-class LineageStore:
+class LineageStore(Stored):
     """See the module's docstring. A store of a model that cannot be stored bypasses."""
 
     def __init__(
@@ -256,57 +252,6 @@ class LineageStore:
         if self._bypass is None and self.options.resume:
             self._in_background(partial(Journals(self._back, self._key.names).drop, key))
 
-    # -- looking at what is stored ------------------------------------------------
-
-    def explain(self, tokens: Tokens) -> Explanation:
-        """Why ``tokens`` are not a longer hit: nearest prefix, first difference, key field."""
-        ids, why = token_ids(tokens)
-        if ids is None or self._bypass is not None:
-            return Explanation(0, 0, 0, sentence=why or self._bypass or "")
-        try:
-            return explain(self._front, self._key, ids, self._rules)
-        except PionError as error:
-            self._faults.unavailable(error)
-            return Explanation(0, 0, 0, sentence=f"no store: {error}")
-
-    def conversations(self) -> list[Conversation]:
-        """The conversations of this model, the latest used first.
-
-        Raises StoreUnavailable, as ``pin``, ``drop`` and ``branch`` do.
-        """
-        return [] if self._bypass is not None else self._conversations().all()
-
-    def tokens_of(self, conversation: str) -> list[int]:
-        """All token ids of a conversation, from its root on. Raises KeyError."""
-        return self._conversations().tokens_of(conversation)
-
-    def pin(self, conversation: str, pinned: bool = True) -> None:
-        """Keeps a conversation, and all it stands on, from being evicted. Raises KeyError.
-
-        What other pinned conversations stand on stays pinned when one is unpinned.
-        """
-        conversations = self._conversations()
-        if pinned:
-            conversations.pin(conversation)
-        else:
-            conversations.unpin(conversation)
-
-    def drop(self, conversation: str) -> int:
-        """Deletes a conversation and what only it stands on; how many segments. KeyError."""
-        gone = self._conversations().drop(conversation)
-        self._recent.clear()
-        return gone
-
-    def branch(self, conversation: str, length: int) -> str:
-        """A conversation of its own for the first ``length`` tokens; its id.
-
-        It outlives the one it came from. Raises KeyError, ValueError for a length it has not.
-        """
-        segment = self._conversations().segment(conversation)
-        names = self._key.names
-        number = Branching(self._front, names, self._key.identity).branch(segment, length)
-        return names.member(number)
-
     # -- the whole ----------------------------------------------------------------
 
     def flush(self, timeout: float = 10.0) -> bool:
@@ -358,11 +303,6 @@ class LineageStore:
         """The longest known anchor that a prompt begins with."""
         fits = [one.size for one in self._anchors if np.array_equal(ids[: one.size], one)]
         return max(fits, default=0)
-
-    def _conversations(self) -> Conversations:
-        if self._bypass is not None:
-            raise StoreUnavailable(self._bypass)
-        return Conversations(self._front, self._key.names)
 
     # on the background thread
 

@@ -1,0 +1,85 @@
+"""The side of a lineage store that looks at what is stored, and changes it on demand.
+
+Nothing here touches an array: no engine is needed, and none is held up.
+"""
+
+from __future__ import annotations
+
+from pion_vllm_mlx.cache.lineage.branching import Branching
+from pion_vllm_mlx.cache.lineage.client import LineageClient
+from pion_vllm_mlx.cache.lineage.conversations import Conversations
+from pion_vllm_mlx.cache.lineage.explain import explain
+from pion_vllm_mlx.cache.lineage.faults import Faults
+from pion_vllm_mlx.cache.lineage.matching import Rules
+from pion_vllm_mlx.cache.lineage.model_key import Key
+from pion_vllm_mlx.cache.lineage.recent import Recent
+from pion_vllm_mlx.cache.lineage.tokens import Tokens, token_ids
+from pion_vllm_mlx.cache.lineage.types import Conversation, Explanation
+from pion_vllm_mlx.errors import PionError, StoreUnavailable
+
+
+class Stored:
+    """What a store of one model holds; a store that bypasses holds nothing."""
+
+    _front: LineageClient
+    _key: Key
+    _rules: Rules
+    _recent: Recent
+    _faults: Faults
+    _bypass: str | None
+
+    def explain(self, tokens: Tokens) -> Explanation:
+        """Why ``tokens`` are not a longer hit: nearest prefix, first difference, key field."""
+        ids, why = token_ids(tokens)
+        if ids is None or self._bypass is not None:
+            return Explanation(0, 0, 0, sentence=why or self._bypass or "")
+        try:
+            return explain(self._front, self._key, ids, self._rules)
+        except PionError as error:
+            self._faults.unavailable(error)
+            return Explanation(0, 0, 0, sentence=f"no store: {error}")
+
+    def conversations(self) -> list[Conversation]:
+        """The conversations of this model, the latest used first.
+
+        Raises StoreUnavailable, as ``pin``, ``drop`` and ``branch`` do.
+        """
+        return [] if self._bypass is not None else self._conversations().all()
+
+    def tokens_of(self, conversation: str) -> list[int]:
+        """All token ids of a conversation, from its root on. Raises KeyError."""
+        return self._conversations().tokens_of(conversation)
+
+    def pin(self, conversation: str, pinned: bool = True) -> None:
+        """Keeps a conversation, and all it stands on, from being evicted. Raises KeyError.
+
+        What other pinned conversations stand on stays pinned when one is unpinned.
+        """
+        conversations = self._conversations()
+        if pinned:
+            conversations.pin(conversation)
+        else:
+            conversations.unpin(conversation)
+
+    def drop(self, conversation: str) -> int:
+        """Deletes a conversation and what only it stands on; how many segments. KeyError."""
+        gone = self._conversations().drop(conversation)
+        self._recent.clear()
+        return gone
+
+    def branch(self, conversation: str, length: int) -> str:
+        """A conversation of its own for the first ``length`` tokens; its id.
+
+        It outlives the one it came from. Raises KeyError, ValueError for a length it has not.
+        """
+        segment = self._conversations().segment(conversation)
+        names = self._key.names
+        number = Branching(self._front, names, self._key.identity).branch(segment, length)
+        return names.member(number)
+
+    # -- inside ---------------------------------------------------------------
+
+    def _conversations(self) -> Conversations:
+        if self._bypass is not None:
+            raise StoreUnavailable(self._bypass)
+        return Conversations(self._front, self._key.names)
