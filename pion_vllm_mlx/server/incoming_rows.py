@@ -107,7 +107,7 @@ def open_rows(context: Context, args: list[Arg], length: int) -> BulkTarget:
         inbound = RowsInbound(length, unit, writer.write, store.io, pool, when_room)
         inbound.writer, inbound.region = writer, region
         inbound.abandon = lambda: store.space.release(region)
-        inbound.room = UploadRoom(store, when_room)
+        inbound.room = UploadRoom(store, pool, when_room)
         return inbound
     if length not in (request.rows * spec.width * 2, request.rows * spec.width * 4):
         raise CommandError(f"{WHERE}: blob size")

@@ -18,6 +18,7 @@ def tls_context(config: TlsConfig) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    _check_readable(config)
     try:
         context.load_cert_chain(config.cert_file, config.key_file, _no_passphrase)
         if config.ca_cert_file is not None:
@@ -26,6 +27,21 @@ def tls_context(config: TlsConfig) -> ssl.SSLContext:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tls-port: the certificates cannot be used: {error}") from error
     return context
+
+
+def _check_readable(config: TlsConfig) -> None:
+    """Raise ConfigError, with flag and path: what OpenSSL says names neither."""
+    files = {
+        "--tls-cert-file": config.cert_file,
+        "--tls-key-file": config.key_file,
+        "--tls-ca-cert-file": config.ca_cert_file,
+    }
+    for flag, path in files.items():
+        try:
+            if path is not None:
+                path.open("rb").close()
+        except OSError as error:
+            raise ConfigError(f"{flag}: {path} cannot be read: {error.strerror}") from error
 
 
 def _no_passphrase() -> str:

@@ -8,16 +8,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.store import Store
+
+if TYPE_CHECKING:
+    from pion_vllm_mlx.server.inbound import WindowPool
+
+#: windows of others that are on their way count up to this part of the budget: under a small
+#: one they could be more than all of it.
+_PART_ON_ITS_WAY = 32
 
 
 class UploadRoom:
     """Asked before each window; ``when_room`` is called when there is an answer to wait for."""
 
-    def __init__(self, store: Store, when_room: Callable[[], None]) -> None:
+    def __init__(self, store: Store, pool: WindowPool, when_room: Callable[[], None]) -> None:
         self._store = store
+        self._pool = pool
         self._when_room = when_room
         self._task: asyncio.Task[None] | None = None
         self._made = False
@@ -28,7 +37,9 @@ class UploadRoom:
         """Whether the next ``nbytes`` may come; where not even they fit, ``error`` says so."""
         if self._task is not None:
             return False
-        if self.error is not None or self._made or self._store.space.excess(nbytes) <= 0:
+        space = self._store.space
+        nbytes += min(self._pool.held, space.disk_budget // _PART_ON_ITS_WAY)
+        if self.error is not None or self._made or space.excess(nbytes) <= 0:
             self._made = False
             return True
         self._task = asyncio.get_running_loop().create_task(self._make(nbytes))

@@ -230,7 +230,13 @@ def test_files_that_are_no_certificate_are_fatal_and_nothing_listens(
 ) -> None:
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("nothing")
-    cases = [(wrong, pairs[0].key), (pairs[0].cert, pairs[1].key), (tmp_path / "no", wrong)]
-    for number, (cert, key) in enumerate(cases):
-        with pytest.raises(RuntimeError, match="FATAL .*certificates cannot be used"):
+    absent = tmp_path / "no"
+    cases = [
+        (wrong, pairs[0].key, "certificates cannot be used"),
+        (pairs[0].cert, pairs[1].key, "certificates cannot be used"),
+        (absent, wrong, f"--tls-cert-file: {absent} cannot be read: No such file"),
+        (pairs[0].cert, absent, f"--tls-key-file: {absent} cannot be read: No such file"),
+    ]
+    for number, (cert, key, fragment) in enumerate(cases):
+        with pytest.raises(RuntimeError, match=f"FATAL .*{fragment}"):
             started(tmp_path / f"data{number}", Pair(cert, key))

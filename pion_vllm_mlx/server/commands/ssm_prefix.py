@@ -65,7 +65,7 @@ def open_state(context: Context, args: list[Arg], length: int) -> BulkTarget:
     )
     inbound.region = region
     inbound.abandon = lambda: store.space.release(region)
-    inbound.room = UploadRoom(store, when_room)
+    inbound.room = UploadRoom(store, pool, when_room)
     return inbound
 
 
