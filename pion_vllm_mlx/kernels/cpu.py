@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,8 +38,14 @@ from pion_vllm_mlx.kernels.reference import top_blocks
 # Bytes of float32 keys in a chunk: widened ones have to stay in a core's cache, views need not.
 _WIDENED_BYTES = 512 * 1024
 _PLAIN_BYTES = 4 * 1024 * 1024
-_SCORE_VALUES = 1024 * 1024
-_LEAST_TOKENS = 64
+_SCORE_VALUES = 512 * 1024
+_LEAST_TOKENS = 128  # a multiple of every tile
+# Of the tiles of a product: values of its keys, and rows of queries. Up to these OpenBLAS neither
+# packs its operands nor starts threads.
+_TILE_VALUES = 8192
+_TILE_TOKENS = 128
+_LEAST_TILE = 16
+_TILE_ROWS = 16
 _STRIPS = 16
 # Below this many bytes of K and V a thread costs more than it saves.
 _INLINE_BYTES = 1024 * 1024
@@ -93,14 +99,53 @@ def _finite(highest: Floats) -> Floats:
 
 
 def weigh(q: Floats, keys: Floats, values: Floats, hidden: NDArray[np.bool_] | None) -> Running:
-    """``q [U, R, D]`` (scaled) over ``keys``, ``values`` ``[U, n, D]``, less what is ``hidden``."""
-    scores = np.matmul(q, keys.transpose(0, 2, 1))
+    """``q [U, R, D]`` (scaled) over ``keys``, ``values`` ``[U, n, D]``, less what is ``hidden``.
+
+    The products are cut into tiles that a BLAS computes without packing and without threads of its
+    own: axes (U, tile of tokens, tile of rows, row, token or value).
+    """
+    num_groups, num_rows, dim = q.shape
+    num = keys.shape[1]
+    tile = _tile_tokens(num, dim)
+    by_tile = (num_groups, num // tile, 1, tile, dim)
+    q_tiles = _row_tiles(q)
+    scores = np.matmul(q_tiles, keys.reshape(by_tile).swapaxes(-1, -2))
     if hidden is not None:
-        np.copyto(scores, np.float32(-np.inf), where=hidden)
-    highest = scores.max(axis=-1, keepdims=True)
-    scores -= highest if hidden is None else _finite(highest)
+        spread = _row_tiles(np.broadcast_to(hidden, (num_groups, num_rows, num)))
+        spread = spread.reshape(*scores.shape[:1], *scores.shape[2:4], -1, tile)
+        np.copyto(scores, np.float32(-np.inf), where=np.moveaxis(spread, 3, 1))
+    highest = scores.max(axis=-1).max(axis=1)
+    scores -= (highest if hidden is None else _finite(highest))[:, None, :, :, None]
     np.exp(scores, out=scores)
-    return Running(highest, scores.sum(axis=-1, keepdims=True), np.matmul(scores, values))
+    total = scores.sum(axis=-1).sum(axis=1)
+    out = np.matmul(scores, values.reshape(by_tile))
+    out = out[:, 0] if out.shape[1] == 1 else out.sum(axis=1)
+    flat = (num_groups, -1)
+    return Running(
+        highest.reshape(*flat, 1)[:, :num_rows],
+        total.reshape(*flat, 1)[:, :num_rows],
+        out.reshape(*flat, dim)[:, :num_rows],
+    )
+
+
+def _tile_tokens(num_tokens: int, dim: int) -> int:
+    """Tokens of a tile: a power of two that divides ``num_tokens``, or all of few."""
+    tile = _TILE_TOKENS
+    while tile > _LEAST_TILE and tile * dim > _TILE_VALUES:
+        tile //= 2
+    return tile if num_tokens % tile == 0 else num_tokens
+
+
+def _row_tiles(rows: NDArray[Any]) -> NDArray[Any]:
+    """``[U, R, X]`` as ``[U, 1, tiles, rows, X]``; the last tile is filled up with zeros."""
+    num_groups, num_rows, width = rows.shape
+    num_tiles = -(-num_rows // _TILE_ROWS)
+    each = -(-num_rows // num_tiles)
+    if num_tiles * each != num_rows:
+        filled = np.zeros((num_groups, num_tiles * each, width), rows.dtype)
+        filled[:, :num_rows] = rows
+        rows = filled
+    return rows.reshape(num_groups, 1, num_tiles, each, width)
 
 
 def attend_chunk(q: Floats, chunk: Chunk) -> Running:
@@ -135,38 +180,71 @@ def in_strips(items: Sequence[Item], work: Callable[[Item], Running], num_bytes:
 def in_threads(
     items: Sequence[Item], work: Callable[[Item], Result], num_bytes: int
 ) -> list[Result]:
-    """``work`` of every item, in order; in this thread where the whole is small."""
-    if len(items) == 1 or num_bytes < _INLINE_BYTES:
+    """``work`` of every item, in order; in this thread, and in others where there is much."""
+    num_helpers = min(len(items), _cores()) - 1
+    if num_helpers < 1 or num_bytes < _INLINE_BYTES:
         return [work(item) for item in items]
-    return list(_threads(os.getpid()).map(work, items))
+    results: list[Result | None] = [None] * len(items)
+    numbers = iter(range(len(items)))  # next() is atomic: each number goes to one thread
+
+    def help_out() -> None:
+        for number in numbers:
+            results[number] = work(items[number])
+
+    pool = _threads(os.getpid())
+    helpers = [pool.submit(help_out) for _ in range(num_helpers)]
+    try:
+        help_out()
+    finally:
+        # One that has not started by now has nothing left to do.
+        running = [helper for helper in helpers if not helper.cancel()]
+        for helper in running:
+            helper.result()
+    return cast("list[Result]", results)
+
+
+@lru_cache(maxsize=1)
+def _cores() -> int:
+    """Asked once: the question takes as long as a small query."""
+    return os.cpu_count() or 1
 
 
 @lru_cache(maxsize=1)
 def _threads(process_id: int) -> ThreadPoolExecutor:
     """The threads of a process: those of a parent do not survive a fork."""
-    return ThreadPoolExecutor(os.cpu_count() or 1, f"attention-{process_id}")
+    return ThreadPoolExecutor(_cores(), f"attention-{process_id}")
 
 
 def chunks_of(
     rows: tuple[Rows, Rows], ranges: Sequence[Range], shape: tuple[int, ...]
 ) -> list[Chunk]:
-    """Cut the tokens of ``ranges`` for queries of ``shape`` (U, R, D)."""
-    num_tokens = tokens_of_chunk(rows[0], shape)
+    """Cut the tokens of ``ranges`` for queries of ``shape`` (U, R, D).
+
+    All chunks but the last are full, and that one is cut so that less than a tile is left over.
+    """
+    full = tokens_of_chunk(rows[0], shape)
+    left = sum(end - first for first, end in ranges)
     chunks: list[Chunk] = []
     pending: list[Range] = []
-    room = num_tokens
+    room = _chunk_size(left, full)
     for first, end in ranges:
         while first < end:
             stop = min(end, first + room)
             pending.append((first, stop))
             room -= stop - first
+            left -= stop - first
             first = stop
             if room == 0:
                 chunks.append(Chunk(*rows, pending))
-                pending, room = [], num_tokens
-    if pending:
-        chunks.append(Chunk(*rows, pending))
+                pending, room = [], _chunk_size(left, full)
     return chunks
+
+
+def _chunk_size(left: int, full: int) -> int:
+    """Tokens of the next chunk where ``left`` are left to cut."""
+    if left >= full:
+        return full
+    return left // _LEAST_TOKENS * _LEAST_TOKENS or left
 
 
 def tokens_of_chunk(rows: Rows, shape: tuple[int, ...]) -> int:

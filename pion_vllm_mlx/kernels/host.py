@@ -24,11 +24,35 @@ def widened(array: NDArray[Any]) -> Floats:
     """f32 of f32, f16 or bf16 bits; the same array where it is f32."""
     if array.dtype == np.float32:
         return array
-    if array.dtype == np.float16:
-        return array.astype(np.float32)
     out = np.empty(array.shape, np.float32)
-    np.left_shift(array, np.uint32(16), out=out.view(np.uint32), dtype=np.uint32)
+    if array.dtype == np.uint16:
+        bits = out.view(np.uint32)
+        bits[...] = array
+        bits <<= np.uint32(16)
+    elif _any_infinite(array):
+        out[...] = array
+    else:
+        _widen_finite(array, out)
     return out
+
+
+def _any_infinite(halves: NDArray[Any]) -> bool:
+    """Whether an f16 array holds an infinity or a NaN."""
+    magnitudes = np.bitwise_and(halves.view(np.uint16), np.uint16(0x7FFF))
+    return bool(magnitudes.max(initial=0) >= 0x7C00)
+
+
+def _widen_finite(halves: NDArray[Any], out: Floats) -> None:
+    """Write finite f16 values as f32: numpy's own conversion takes five times as long.
+
+    The bits move to where float32 has sign, exponent and mantissa; the product corrects the
+    exponent's bias, and is exact for subnormal halves too.
+    """
+    bits = out.view(np.int32)
+    bits[...] = halves.view(np.int16)  # the sign fills the upper half
+    bits <<= np.int32(13)
+    bits &= np.int32(-0x70002000)  # of its copies, the one in front stays
+    out *= np.float32(2.0**112)
 
 
 # Both values of a byte of 4-bit codes, as one eight-byte item.
@@ -40,7 +64,8 @@ def dequantized(side: Affine) -> Floats:
     """f32 ``[..., D]`` of groups of codes."""
     codes = np.ascontiguousarray(side.codes).view(np.uint8)
     if side.bits == 4:
-        values = np.take(_PAIR_ITEMS, codes).view(np.float32)
+        items = np.empty(codes.shape, np.uint64)
+        values = np.take(_PAIR_ITEMS, codes, out=items, mode="wrap").view(np.float32)
     else:
         values = codes.astype(np.float32)
     groups = values.reshape(*values.shape[:-1], -1, side.group)
