@@ -1,8 +1,8 @@
 """The binary lane's connections: frames in, operations in order, replies out.
 
 One operation at a time, as on the RESP port: nothing more is executed while one waits
-or a reply is unsent. A long body is received into its final place and a long reply is
-sent from where it lies; neither is joined.
+or a reply is unsent; short replies to a pipeline leave together. A long body is received
+into its final place and a long reply is sent from where it lies; neither is joined.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pion_vllm_mlx.server import binary_commands
 from pion_vllm_mlx.server.binary_commands import Answer, Pieces
 from pion_vllm_mlx.server.direct import DirectWriter
 from pion_vllm_mlx.server.farewell import Farewell
+from pion_vllm_mlx.server.linger import Linger
 from pion_vllm_mlx.server.long_arguments import LongInbound
 from pion_vllm_mlx.server.outbound import GATHER_BYTES, Stream, in_memory
 from pion_vllm_mlx.server.patience import Patience
@@ -30,7 +31,11 @@ log = logging.getLogger(__name__)
 
 #: a long body that brings less than this in the stall time stands still.
 _STEP_BYTES = 64 << 10
-_NOTHING = header(Status.OK, 0)
+_OK = Status.OK
+_NOTHING = header(_OK, 0)
+_NO_BODY = BodyReader(b"")
+#: replies are written together up to here.
+GATHERED_REPLY_BYTES = 16 << 10
 
 
 class BinaryConnection(asyncio.BufferedProtocol):
@@ -45,9 +50,12 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self._over = False  # closed, or about to be
         self._farewell: Farewell | None = None
         self._reading = True
+        self._full = False  # something is unsent
         self._drained = asyncio.Event()
         self._drained.set()
         self._task: asyncio.Task[None] | None = None
+        self._replies: list[bytes] = []
+        self._reply_bytes = 0
 
     # -- asyncio's side --------------------------------------------------------
 
@@ -55,9 +63,9 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._loop = asyncio.get_running_loop()
         self._transport.set_write_buffer_limits(high=0)
-        self._transport.get_extra_info("socket").setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
-        )
+        sock = self._transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._linger = Linger(sock.fileno())
         server = self.server
         server.connections_total += 1
         # nobody, when the other side has left already
@@ -77,6 +85,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._closed = self._over = self._direct.closed = True
         self._drained.set()
+        self._linger.close()
         self.server.clients.pop(self._client.client_id, None)
         self.server.connections.pop(self._client.client_id, None)
         _release(self.parser.abandon())
@@ -94,20 +103,36 @@ class BinaryConnection(asyncio.BufferedProtocol):
         if self._farewell is not None:
             self._farewell.received(nbytes)
             return
+        asked = self.server.commands_total
+        stays = self._linger.arrived(asked) and not self.server.pool.held
+        parser = self.parser
         self._step += nbytes
-        if self._step >= _STEP_BYTES or not self.parser.in_body:
+        if self._step >= _STEP_BYTES or not parser.in_body:
             self._step = 0
             self._progress = self._loop.time()
-        self.parser.buffer_updated(nbytes)
-        self._go_on()
+        parser.buffer_updated(nbytes)
+        if self._answer_all() and stays and not self._transport.is_closing():
+            self._stay()
+        self._linger.left(self.server.commands_total)
+
+    def _stay(self) -> None:
+        """Answer what comes at once, before the event loop looks at the others."""
+        parser, linger = self.parser, self._linger
+        while (window := parser.get_buffer()) and (nbytes := linger.receive(window)):
+            parser.buffer_updated(nbytes)
+            if not self._answer_all():
+                break
+        self._progress = self._loop.time()
 
     def eof_received(self) -> bool:
         return False
 
     def pause_writing(self) -> None:
+        self._full = True
         self._drained.clear()
 
     def resume_writing(self) -> None:
+        self._full = False
         self._drained.set()
         self._go_on()
 
@@ -124,26 +149,41 @@ class BinaryConnection(asyncio.BufferedProtocol):
         return self.server.long_arguments.open(length, True, self._go_on)
 
     def _go_on(self) -> None:
-        """Execute what is there until something has to wait; then pause or resume reading."""
+        """Something that was waited for is there."""
+        self._answer_all()
+
+    def _answer_all(self) -> bool:
+        """Execute what is there until something has to wait; then pause or resume reading.
+
+        Whether everything that has come is answered, and the replies have left.
+        """
         if self._over:
-            return
-        parser = self.parser
+            return False
         try:
-            while self._task is None and self._drained.is_set():
-                frame = parser.next_frame()
+            while self._task is None and not self._full:
+                frame = self.parser.next_frame()
                 if frame is None:
                     break
                 self._execute(frame)
         except ProtocolError as error:
             log.debug("%s: %s", self._client.address, error)
-            self._over = True
-            if not self._reading:
-                self._reading = True
-                self._transport.resume_reading()
-            self._farewell = Farewell(self._transport)
-            return
-        if parser.mid_frame or not self._reading:
+            self._say_goodbye()
+            return False
+        if self._replies:
+            self._flush()
+        if self.parser.mid_frame or not self._reading:
             self._pause_or_resume()
+            return False
+        return self._task is None and not self._full
+
+    def _say_goodbye(self) -> None:
+        """Nothing more is understood; what came before is answered."""
+        self._flush()
+        self._over = True
+        if not self._reading:
+            self._reading = True
+            self._transport.resume_reading()
+        self._farewell = Farewell(self._transport)
 
     def _pause_or_resume(self) -> None:
         if self._over or self._transport.is_closing():
@@ -163,13 +203,13 @@ class BinaryConnection(asyncio.BufferedProtocol):
     def _execute(self, frame: Frame) -> None:
         """Run one operation and answer it, at once or as a task."""
         self.server.commands_total += 1
-        body = frame.body
+        code, body = frame
         try:
-            operation = binary_commands.find(self._context, frame.code)
+            operation = binary_commands.find(self._context, code)
             self._client.last_command = operation.name
             self._client.active = time.monotonic()
-            data = body if isinstance(body, bytes) else _bytes_of(body)
-            outcome = operation.handler(self._context, BodyReader(data))
+            reader = BodyReader(_bytes_of(body)) if body else _NO_BODY
+            outcome = operation.handler(self._context, reader)
         except CommandError as error:
             answer = binary_commands.refusal(error)
         except Exception:  # noqa: BLE001 - outermost loop: a bug must not end the server
@@ -178,13 +218,17 @@ class BinaryConnection(asyncio.BufferedProtocol):
             if not isinstance(outcome, list):
                 self._start(self._finish(outcome, frame))
                 return
-            answer = Status.OK, outcome
+            if not outcome and body == b"":
+                self._replies.append(_NOTHING)
+                return
+            answer = _OK, outcome
         if not isinstance(body, bytes):
             _release(body)
         if not self._answer(answer):
             self._start(self._stream(answer))
 
     def _start(self, work: Awaitable[None]) -> None:
+        self._flush()
         self._task = self._loop.create_task(self._to_its_end(work))
 
     async def _to_its_end(self, work: Awaitable[None]) -> None:
@@ -198,26 +242,38 @@ class BinaryConnection(asyncio.BufferedProtocol):
 
     async def _finish(self, pending: Awaitable[Pieces], frame: Frame) -> None:
         try:
-            answer: Answer = Status.OK, await pending
+            answer: Answer = _OK, await pending
         except CommandError as error:
             answer = binary_commands.refusal(error)
         except Exception:  # noqa: BLE001 - outermost loop of an operation
             answer = _bug(frame)
         _release(frame.body)
-        if not self._closed and not self._answer(answer):
+        if self._closed:
+            return
+        if self._answer(answer):
+            self._flush()
+        else:
             await self._stream(answer)
 
     def _answer(self, answer: Answer) -> bool:
-        """Write a short reply; False for a long one."""
+        """Take a short reply, to be written with those that follow it; False for a long one."""
         status, pieces = answer
-        if not pieces and status is Status.OK:
-            self._transport.write(_NOTHING)
-            return True
         length = sum(len(piece) for piece in pieces)
         if length > GATHER_BYTES:
             return False
-        self._transport.write(b"".join((header(status, length), *pieces)))
+        self._replies.append(b"".join((header(status, length), *pieces)))
+        self._reply_bytes += length
+        if self._reply_bytes > GATHERED_REPLY_BYTES:
+            self._flush()
         return True
+
+    def _flush(self) -> None:
+        """Write the replies that wait for company."""
+        replies = self._replies
+        if replies:
+            self._transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
+            replies.clear()
+            self._reply_bytes = 0
 
     async def _stream(self, answer: Answer) -> None:
         """Send a long reply from where it lies, once everything before it has left."""
@@ -254,8 +310,10 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self._transport.abort()
 
 
-def _bytes_of(body: BulkTarget) -> bytes | memoryview:
-    """A long body; empty where it was longer than its operation takes."""
+def _bytes_of(body: bytes | BulkTarget) -> bytes | memoryview:
+    """A body; empty where it was longer than its operation takes."""
+    if isinstance(body, bytes):
+        return body
     return body.view if isinstance(body, LongInbound) else b""
 
 

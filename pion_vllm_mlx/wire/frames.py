@@ -51,6 +51,10 @@ class Frame(NamedTuple):
     body: bytes | BulkTarget
 
 
+#: frames without a body, which are most of the short ones.
+_BODILESS = tuple(Frame(code, b"") for code in range(256))
+
+
 def header(code: int, body_bytes: int) -> bytes:
     """The seven bytes before a body."""
     return _HEADER.pack(MAGIC, code, body_bytes)
@@ -122,38 +126,33 @@ class FrameParser:
     def next_frame(self) -> Frame | None:
         """The next whole frame, if it is there. Raises ProtocolError, for good."""
         if self._target is None:
-            held = self._end - self._start
-            if held < HEADER_BYTES:
+            start, end = self._start, self._end
+            if end - start < HEADER_BYTES:
                 return None
-            begun = self._begin(held)
-            if begun is not None or self._target is None:
-                return begun
+            magic, code, length = _HEADER.unpack_from(self._view, start)
+            if magic != MAGIC:
+                raise ProtocolError(f"a frame begins with {magic:#06x}, not with {MAGIC:#06x}")
+            body = start + HEADER_BYTES
+            if length <= INLINE_BODY_BYTES:
+                return self._short_frame(code, body, body + length)
+            if length > self.max_body:
+                raise ProtocolError(f"a body of {length} bytes is too long")
+            self._code, self._left, self._start = code, length, body
+            self._target = self._open_body(code, length)
         if not self._fill():
             return None
         target, self._target = self._target, None
         return Frame(self._code, target)
 
-    def _begin(self, held: int) -> Frame | None:
-        """Read a header: a frame with a short body, or None and maybe an open target."""
-        magic, code, length = _HEADER.unpack_from(self._view, self._start)
-        if magic != MAGIC:
-            raise ProtocolError(f"a frame begins with {magic:#06x}, not with {MAGIC:#06x}")
-        if length > self.max_body:
-            raise ProtocolError(f"a body of {length} bytes is too long")
-        body = self._start + HEADER_BYTES
-        if length <= INLINE_BODY_BYTES:
-            if held < HEADER_BYTES + length:
-                return None
-            end = body + length
-            data = bytes(self._view[body:end]) if length else b""
-            if end == self._end:
-                self._start = self._end = 0
-            else:
-                self._start = end
-            return Frame(code, data)
-        self._code, self._left, self._start = code, length, body
-        self._target = self._open_body(code, length)
-        return None
+    def _short_frame(self, code: int, body: int, end: int) -> Frame | None:
+        """The frame whose body lies from ``body`` to ``end``, if all of it is there."""
+        if end < self._end:
+            self._start = end
+        elif end == self._end:
+            self._start = self._end = 0
+        else:
+            return None
+        return Frame(code, bytes(self._view[body:end])) if body < end else _BODILESS[code]
 
     def _fill(self) -> bool:
         """Move what the parse buffer holds of the open body; whether the body is whole."""
