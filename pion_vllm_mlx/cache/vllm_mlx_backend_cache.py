@@ -83,16 +83,22 @@ class Miss:
 
 @dataclass
 class Counters:
-    """Numbers of one cache object; written by one thread, read by any."""
+    """Numbers of one cache object; written by one thread, read by any.
 
-    hits: int = 0
-    misses: int = 0
-    tokens_saved: int = 0
-    tokens_asked: int = 0
-    memory_hits: int = 0
-    store_hits: int = 0
-    kept: int = 0
-    refused: int = 0
+    Of all requests: ``tokens_prompt`` tokens of prompts, of which ``tokens_reused`` were not
+    computed. ``kept_live`` and ``refused_live`` are prefixes, ``replies_kept`` of those the ends
+    of replies: a next turn reuses what was generated, too. The store has counters of its own.
+    """
+
+    requests: int = 0
+    tokens_prompt: int = 0
+    tokens_reused: int = 0
+    hits_memory: int = 0
+    hits_store: int = 0
+    hits_none: int = 0
+    kept_live: int = 0
+    replies_kept: int = 0
+    refused_live: int = 0
 
 
 class PionPrefixCache:
@@ -160,18 +166,18 @@ class PionPrefixCache:
     def get_stats(self) -> dict[str, Any]:
         """vllm-mlx's own statistics, ours beside them under ``pion``.  Any thread."""
         counters, live = self._counters, self._live
-        asked = counters.hits + counters.misses
+        hits, asked = counters.requests - counters.hits_none, counters.requests
         return {
-            "hits": counters.hits,
-            "misses": counters.misses,
-            "hit_rate": round(counters.hits / asked, 4) if asked else 0.0,
+            "hits": hits,
+            "misses": counters.hits_none,
+            "hit_rate": round(hits / asked, 4) if asked else 0.0,
             "evictions": live.evictions,
-            "tokens_saved": counters.tokens_saved,
+            "tokens_saved": counters.tokens_reused,
             "current_memory_mb": round(live.nbytes / MEGABYTE, 2),
             "max_memory_mb": round(live.budget_bytes / MEGABYTE, 2),
             "memory_utilization": round(live.nbytes / max(1, live.budget_bytes), 4),
             "entry_count": len(live),
-            "store_rejections": live.rejections + counters.refused,
+            "store_rejections": live.rejections + counters.refused_live,
             "pion": self.pion_stats(),
         }
 
@@ -241,7 +247,8 @@ class PionPrefixCache:
         try:
             check_length(caches, len(tokens))
             live = self._live.put(tokens, caches, kind)
-            self._counters.kept += 1
+            self._counters.kept_live += 1
+            self._counters.replies_kept += reply
             store = self.store_or_none()
             if store is None or (reply and self.recurrent):
                 return live
@@ -250,7 +257,7 @@ class PionPrefixCache:
             self._tell(f"not kept: {reason}")
         except UNEXPECTED:
             log.exception("a prefix could not be kept")
-        self._counters.refused += 1
+        self._counters.refused_live += 1
         return False
 
     def cuts(self, lookup: Lookup, anchor: int | None) -> list[Cut]:
@@ -352,12 +359,12 @@ class PionPrefixCache:
 
     def _count(self, lookup: Lookup, prompt_tokens: int) -> None:
         counters = self._counters
-        counters.tokens_asked += prompt_tokens
-        counters.tokens_saved += lookup.reused_tokens
-        counters.hits += lookup.reused_tokens > 0
-        counters.misses += lookup.reused_tokens == 0
-        counters.memory_hits += lookup.tier == "memory"
-        counters.store_hits += lookup.tier not in ("memory", "none")
+        counters.requests += 1
+        counters.tokens_prompt += prompt_tokens
+        counters.tokens_reused += lookup.reused_tokens
+        counters.hits_none += lookup.reused_tokens == 0
+        counters.hits_memory += lookup.tier == "memory"
+        counters.hits_store += lookup.tier not in ("memory", "none")
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self._told:

@@ -10,9 +10,7 @@ callbacks are off (mlx-lm >= 0.31) and where a cache cannot be shortened afterwa
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,6 +20,7 @@ import numpy as np
 
 from pion_vllm_mlx.cache.completion import token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
+from pion_vllm_mlx.cache.padding import pads_wrongly
 from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import AnchorTexts
 from pion_vllm_mlx.cache.vllm_mlx_backend_cache import UNEXPECTED, Lookup, PionPrefixCache
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
@@ -163,24 +162,6 @@ def split(tokens: Sequence[int], positions: Sequence[int]) -> list[list[int]]:
     bounds = [0, *sorted({at for at in positions if 0 < at < last}), last, last + 1]
     pairs = zip(bounds, bounds[1:], strict=False)
     return [list(tokens[start:end]) for start, end in pairs if end > start]
-
-
-def pads_wrongly(model: Any) -> bool:
-    """Whether a recurrent model ignores the mask that mlx-lm gives it for padded prompts."""
-    from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
-
-    def recurrent(cache: Any) -> bool:
-        if isinstance(cache, CacheList):
-            return any(recurrent(child) for child in cache.caches)
-        return isinstance(cache, ArraysCache)
-
-    if not any(recurrent(cache) for cache in make_prompt_cache(model)):
-        return False
-    modules = {type(part).__module__ for part in model.modules()}
-    sources = [
-        inspect.getsource(sys.modules[name]) for name in modules if name.startswith("mlx_lm.")
-    ]
-    return not any("create_ssm_mask" in source for source in sources)
 
 
 def lookup_of(request: Any) -> Lookup:

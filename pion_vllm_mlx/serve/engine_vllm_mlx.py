@@ -16,7 +16,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    _set_log_level(parsed.log_level)
+    set_log_level(parsed.log_level)
     try:
         _serve(parsed)
     finally:
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _set_log_level(level: str) -> None:
+def set_log_level(level: str) -> None:
     """Our line a request at INFO; vllm-mlx's lines a step, and prompts in them, at DEBUG."""
     logging.getLogger().setLevel(level)
     logging.getLogger("vllm_mlx").setLevel("WARNING" if level == "INFO" else level)
@@ -150,7 +150,6 @@ def _print_help() -> int:
 def _serve(parsed: EngineArguments) -> None:
     """vllm-mlx's own serve command, on a socket of ours."""
     import uvicorn
-    from vllm_mlx import cli
 
     def run(app: Any, **options: Any) -> None:
         """In uvicorn.run's place: vllm-mlx calls it with its application, once."""
@@ -165,6 +164,14 @@ def _serve(parsed: EngineArguments) -> None:
             timeout_graceful_shutdown=DRAIN_SECONDS,
         )
         _server(settings, parsed).run(sockets=[listening])
+
+    with_application(parsed, run)
+
+
+def with_application(parsed: EngineArguments, run: Callable[..., None]) -> None:
+    """vllm-mlx's own serve command; ``run(app, **options)`` stands for uvicorn's."""
+    import uvicorn
+    from vllm_mlx import cli
 
     original = uvicorn.run
     uvicorn.run = run

@@ -31,6 +31,7 @@ SURROUNDINGS = 12
 STORED_BEFORE = 16
 
 Scope = Any
+Said = list[Message]
 
 
 class EngineLayer:
@@ -90,25 +91,36 @@ class EngineLayer:
         if not isinstance(asked, dict):
             await answer(send, 400, {"error": "the body must be a JSON object"})
             return None
-        asked = {"model": self._model, **asked, "stream": False, "max_tokens": 1}
-        rendered: list[Rendered] = []
-        said: list[Message] = []
+        found, said = await render(self._app, scope, {"model": self._model, **asked})
+        if found is None:
+            for message in said:
+                await send(message)
+        return found
 
-        async def listen(message: Message) -> None:
-            said.append(message)
 
-        inner = {**scope, "path": CHAT, "raw_path": CHAT.encode()}
-        inner["headers"] = _with_length(scope["headers"], len(data := json.dumps(asked).encode()))
-        token = RENDER_ONLY.set(rendered)
-        try:
-            await self._app(inner, whole(data), listen)
-        finally:
-            RENDER_ONLY.reset(token)
-        if rendered:
-            return rendered[0]
-        for message in said:
-            await send(message)
-        return None
+async def render(app: App, scope: Scope, body: dict[str, Any]) -> tuple[Rendered | None, Said]:
+    """The prompt that a chat body is, or the answer that refuses it."""
+    rendered: list[Rendered] = []
+    token = RENDER_ONLY.set(rendered)
+    try:
+        said = await asked_of(app, scope, {**body, "stream": False, "max_tokens": 1})
+    finally:
+        RENDER_ONLY.reset(token)
+    return (rendered[0] if rendered else None), said
+
+
+async def asked_of(app: App, scope: Scope, body: dict[str, Any]) -> Said:
+    """What vllm-mlx's chat endpoint answers to a body."""
+    said: Said = []
+
+    async def listen(message: Message) -> None:
+        said.append(message)
+
+    data = json.dumps(body).encode()
+    inner = {**scope, "path": CHAT, "raw_path": CHAT.encode()}
+    inner["headers"] = _with_length(scope["headers"], len(data))
+    await app(inner, whole(data), listen)
+    return said
 
 
 def stats() -> dict[str, Any]:

@@ -166,7 +166,7 @@ def lines(found: Json) -> list[str]:
     out = [f"the prompt has {prompt:,} tokens"]
     if common:
         out += [
-            f"  nearest stored prefix  {int(found['stored']):,} tokens",
+            f"  nearest stored         {int(found['stored']):,} tokens, replies among them",
             f"  in common              {common:,} tokens",
         ]
     out.append(f"  reused                 {int(found['restorable']):,} tokens")

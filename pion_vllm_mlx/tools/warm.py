@@ -11,7 +11,6 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,25 +24,9 @@ from pion_vllm_mlx.serve.normalize import strip_metadata
 from pion_vllm_mlx.serve.pion_flags import PionFlags, add_pion_flags
 from pion_vllm_mlx.tools.request_file import APIS, api_of, chat_form, parse, read_bytes
 from pion_vllm_mlx.tools.served_model import ServedModel, add_key, with_served_model
+from pion_vllm_mlx.tools.warming import NotWarmed, Warmed, refuse_short, stored_as, why_not_stored
 
 WRITE_SECONDS = 600.0
-_LOST = ("over_budget", "contended", "lost", "failed", "refused", "queue_full", "unavailable")
-
-
-class NotWarmed(PionError):
-    """A system prompt was not stored; the text says why."""
-
-
-@dataclass(frozen=True)
-class Warmed:
-    """What became of one file: ``tokens`` are stored, of which ``computed`` were not before."""
-
-    file: str
-    conversation: str
-    tokens: int
-    computed: int
-    seconds: float
-    pinned: bool
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,11 +35,14 @@ def main(arguments: Sequence[str]) -> int:
     options, words = parser.parse_known_args(list(arguments))
     bodies = [(str(path), _body(path, options)) for path in options.files]
     words = ["--model", options.model, *words]
+    flags = PionFlags.from_options(options)
+    if options.engine == "vllm-mlx":
+        return _warm_vllm_mlx(flags, words, bodies, options)
 
     def use(served: ServedModel) -> int:
         return _warm_all(served, bodies, options)
 
-    return with_served_model(PionFlags.from_options(options), options.api_key, words, use)
+    return with_served_model(flags, options.api_key, words, use)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,11 +52,14 @@ def _parser() -> argparse.ArgumentParser:
         description="Prefills system prompts, with tools, and stores them pinned, where "
         "pion-vllm-mlx serve finds them. A FILE is a text, the system prompt itself, or a "
         "request body (.json) of one of serve's APIs, of which system prompt and tools are "
-        "taken. Give the flags that serve has: the store's, and the engine's (mlx-lm).",
+        "taken. Give the flags that serve has: the store's, and the engine's.",
         allow_abbrev=False,
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE", help="- is standard input")
     parser.add_argument("--model", required=True, help="path or repository")
+    parser.add_argument(
+        "--engine", choices=("mlx-lm", "vllm-mlx"), default="mlx-lm", help="as serve's"
+    )
     parser.add_argument(
         "--api", choices=("text", *APIS), help="what a FILE is (default: by name and content)"
     )
@@ -124,21 +113,41 @@ def _warm_all(
     served: ServedModel, bodies: Sequence[tuple[str, dict[str, Any]]], options: argparse.Namespace
 ) -> int:
     store = served.open_store()
-    failed = 0
     results: list[dict[str, Any]] = []
     try:
         for name, body in bodies:
             try:
                 done = warm(served, store, name, body, pin=not options.no_pin)
             except PionError as error:
-                failed += 1
                 results.append({"file": name, "error": str(error)})
             else:
                 results.append(vars(done))
     finally:
         store.close(WRITE_SECONDS)
+    return _told(results, options)
+
+
+def _warm_vllm_mlx(
+    flags: PionFlags,
+    words: Sequence[str],
+    bodies: Sequence[tuple[str, dict[str, Any]]],
+    options: argparse.Namespace,
+) -> int:
+    from pion_vllm_mlx.tools.warm_vllm_mlx import Wanted, warm_all
+
+    wanted = [Wanted(name, body) for name, body in bodies]
+    done = warm_all(flags, options.api_key, words, wanted, not options.no_pin)
+    results = [
+        vars(one) if isinstance(one, Warmed) else {"file": of.file, "error": str(one)}
+        for of, one in zip(wanted, done, strict=True)
+    ]
+    return _told(results, options)
+
+
+def _told(results: list[dict[str, Any]], options: argparse.Namespace) -> int:
+    """Prints what became of the files; the exit code."""
     print(json.dumps(results) if options.json else "\n".join(map(_line, results)))
-    return 1 if failed else 0
+    return 1 if any("error" in one for one in results) else 0
 
 
 def warm(
@@ -147,12 +156,13 @@ def warm(
     """Has the system part of a chat body stored. Raises NotWarmed, ConfigError."""
     began = time.perf_counter()
     tokens, anchor = served.rendered(body)
-    least = store.options.min_gain
-    if not anchor or anchor < max(least, 16):
-        reason = f"{anchor or 0} tokens, fewer than are ever restored"
-        if not served.tokenizer.has_chat_template:
-            reason = "the model has no chat template, so that serve knows no system prompt"
-        raise NotWarmed(f"the system part is not stored: {reason}")
+    if not served.tokenizer.has_chat_template:
+        raise NotWarmed(
+            "the system part is not stored: the model has no chat template, so that serve knows "
+            "no system prompt"
+        )
+    anchor = anchor or 0
+    refuse_short(anchor, store.options.min_gain)
     match = store.match(tokens[: anchor + 1])
     if match.why.startswith("no store"):
         raise NotWarmed(match.why)
@@ -161,10 +171,8 @@ def warm(
         computed = _compute(served, store, tokens[:anchor])
         match = store.match(tokens[: anchor + 1])
     if match.length < anchor:
-        raise NotWarmed(f"it was not stored: {_why(store) or match.why}")
-    piece = match.chain[-1]
-    mid = piece.namespace.removeprefix("pps").rpartition("s")[0]
-    conversation = f"{mid}:{piece.segment}"
+        raise NotWarmed(f"it was not stored: {why_not_stored(store) or match.why}")
+    conversation = stored_as(match)
     if pin:
         store.pin(conversation)
     seconds = time.perf_counter() - began
@@ -196,11 +204,6 @@ def _compute(served: ServedModel, store: LineageStore, tokens: list[int]) -> int
 
 
 _PREFILL_FLAGS = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
-
-
-def _why(store: LineageStore) -> str:
-    reasons = store.stats().get("reasons", {})
-    return "; ".join(str(reasons[name]) for name in _LOST if name in reasons)
 
 
 def _line(result: dict[str, Any]) -> str:

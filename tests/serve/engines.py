@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import signal
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.serve.front import ROOT, START_SECONDS
+from tests.serve.engine_child import KEY, EngineChild
+from tests.serve.front import START_SECONDS
 
 Json = dict[str, Any]
-KEY = "the key of the test"
 COUNTING = "tests.serve.counting_engine"
 
 
@@ -50,9 +44,7 @@ class Engine:
     model: Path
     store: tuple[str, ...]
     flags: tuple[str, ...] = ()
-    port: int = 0
-    process: subprocess.Popen[bytes] | None = None
-    starts: int = 0
+    child: EngineChild | None = None
     log: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,51 +60,29 @@ class Engine:
         """Tokens that the model has seen since the start."""
         return int.from_bytes(self.counter.read_bytes(), "little")
 
+    @property
+    def running(self) -> EngineChild:
+        assert self.child is not None, "the engine does not run"
+        return self.child
+
     def output(self) -> str:
         return self.log.read_text(errors="replace")
 
     def start(self, *more: str) -> Engine:
         """Start it, and wait until it is healthy."""
-        ready, ready_write = os.pipe()
-        lifeline_read, self._lifeline = os.pipe()
-        words = ["-m", COUNTING, "--counter", str(self.counter)]
-        words += ["--ready-fd", str(ready_write), "--lifeline-fd", str(lifeline_read)]
-        words += ["--model", str(self.model), *self.store, *self.flags, *more]
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "PION_ENGINE_KEY": KEY}
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, *words],
-                cwd=ROOT,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(ready_write, lifeline_read),
-            )
-        os.close(ready_write)
-        os.close(lifeline_read)
-        with os.fdopen(ready) as pipe:
-            line = pipe.readline()
-        if not line:
-            raise RuntimeError(f"the engine did not start:\n{self.output()}")
-        self.port = int(json.loads(line)["port"])
+        words = [COUNTING, "--counter", str(self.counter), "--model", str(self.model)]
+        self.child = EngineChild.started(self.log, *words, *self.store, *self.flags, *more)
         deadline = time.monotonic() + START_SECONDS
         while self.request("/health")[0] != 200:
-            if self.process.poll() is not None or time.monotonic() > deadline:
+            if self.child.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the engine did not come up:\n{self.output()}")
             time.sleep(0.02)
         return self
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal it and wait; the exit code."""
-        if self.process is None:
-            return 0
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        code = self.process.wait(timeout=60)
-        self.process = None
-        os.close(self._lifeline)
-        return code
+        child, self.child = self.child, None
+        return 0 if child is None else child.end(number)
 
     def restart(self, number: signal.Signals = signal.SIGKILL) -> Engine:
         """End it and start it again on the same model and store."""
@@ -121,25 +91,11 @@ class Engine:
 
     def request(self, path: str, body: object = None, key: str = KEY) -> tuple[int, Json]:
         """One request: the status and the JSON."""
-        with contextlib.suppress(urllib.error.HTTPError):
-            with self.open(path, body, key) as answer:
-                return answer.status, json.loads(answer.read() or b"{}")
-        return self._refused(path, body, key)
-
-    def _refused(self, path: str, body: object, key: str) -> tuple[int, Json]:
-        try:
-            with self.open(path, body, key) as answer:
-                return answer.status, json.loads(answer.read() or b"{}")
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read() or b"{}")
+        return self.running.request(path, body, key)
 
     def open(self, path: str, body: object = None, key: str = KEY) -> Any:
         """The open answer of one request."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
-        return urllib.request.urlopen(asked, timeout=100)
+        return self.running.open(path, body, key)
 
     def complete(self, prompt: str, limit: int = 8, **more: Any) -> Reply:
         """A text completion."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from pion_vllm_mlx.cache.resp_client import RespClient
 from tests.conftest import RunningServer
 from tests.serve.engines import Engine, running_engine
-from tests.serve.front import alive, until
+from tests.serve.front import until
+from tests.small_disk import fill, small_disk
 
 pytest.importorskip("mlx_lm")
 
@@ -76,7 +77,6 @@ def test_a_reply_that_was_cut_off_by_a_kill_is_continued(
         engine.until_stored()
         engine.restart()
         began, _ = streamed(engine, limit, leave_after=100, seed=1)
-        assert engine.process is not None
         engine.restart(signal.SIGKILL)
         before = engine.forward
         again, receipt = streamed(engine, limit, seed=1)
@@ -106,6 +106,30 @@ def test_a_killed_engine_continues_a_reply_from_its_journal(engine: Engine) -> N
     assert "reply resumed at token" in engine.output()
     # Over, it begins anew: another sample would be another reply.
     assert streamed(engine, 120, seed=1)[1]["resumed_tokens"] == 0
+
+
+@pytest.mark.parametrize("way", ["length", "stop"])
+def test_a_reply_whose_end_was_told_is_never_replayed(
+    engine: Engine, pion_server: RunningServer, way: str
+) -> None:
+    """Killed as soon as the client hears of the end: no journal is left behind."""
+    whole, _ = streamed(engine, 90, seed=2)
+    body = {"prompt": TEXT, "max_tokens": 90, "temperature": 0, "stream": True, "seed": 1}
+    if way == "stop":
+        body["stop"] = [whole[50:58]]
+    with engine.open("/v1/completions", {**body, **NO_END}) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                if choice["finish_reason"] is not None:
+                    break
+        engine.end(signal.SIGKILL)
+    assert choice["finish_reason"] == way
+    client = RespClient("127.0.0.1", pion_server.port)
+    assert client.cmd("KEYS", "pps:*:jr:*") == []
+    client.close()
+    engine.start()
+    assert streamed(engine, 90, seed=1)[1]["resumed_tokens"] == 0
 
 
 def test_without_resume_nothing_is_noted(
@@ -176,52 +200,29 @@ def test_a_budget_below_one_conversation_costs_the_store_and_nothing_else(
         assert (again.tokens, again.cached) == (first.tokens, 0)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a file system of its own."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    options = ["-t", "tmpfs", "-o", f"size={DISK_BYTES},mode=0700", "tmpfs", str(folder)]
-    done = subprocess.run(["mount", *options], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"cannot mount a small file system: {done.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=False)
-
-
 def test_a_full_disk_costs_the_store_and_nothing_else(
-    tmp_path: Path, folders: Path, small_disk: Path, pion_server: RunningServer
+    tmp_path: Path, folders: Path, pion_server: RunningServer
 ) -> None:
     pion_server.stop()
-    data = small_disk / "data"
-    data.mkdir(mode=0o700)
-    full = RunningServer(pion_server.port, data)
-    full.start()
-    filler = small_disk / "filler"
-    try:
-        with running_engine(tmp_path, folders / "llama", *flags_of(full)) as engine:
-            with filler.open("wb") as file:
-                try:
-                    while True:
-                        file.write(bytes(1 << 14))
-                        file.flush()
-                except OSError:
-                    pass
-            first = engine.complete(TEXT)
-            assert engine.complete(TEXT).tokens == first.tokens
-            assert engine.until_stored().get("failed", 0) >= 1
-            filler.unlink()
-            other = engine.complete("With room. " + TEXT)
-            engine.until_stored()
-            engine.restart()
-            found = engine.complete("With room. " + TEXT)
-            assert found.tokens == other.tokens
-            assert found.cached == found.prompt - 1
-            assert engine.complete(TEXT).tokens == first.tokens
-    finally:
-        full.stop()
+    with small_disk(tmp_path / "small", DISK_BYTES) as disk:
+        (disk / "data").mkdir(mode=0o700)
+        full = RunningServer(pion_server.port, disk / "data").start()
+        try:
+            with running_engine(tmp_path, folders / "llama", *flags_of(full)) as engine:
+                fill(disk / "filler")
+                first = engine.complete(TEXT)
+                assert engine.complete(TEXT).tokens == first.tokens
+                assert engine.until_stored().get("failed", 0) >= 1
+                (disk / "filler").unlink()
+                other = engine.complete("With room. " + TEXT)
+                engine.until_stored()
+                engine.restart()
+                found = engine.complete("With room. " + TEXT)
+                assert found.tokens == other.tokens
+                assert found.cached == found.prompt - 1
+                assert engine.complete(TEXT).tokens == first.tokens
+        finally:
+            full.stop()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
@@ -245,12 +246,10 @@ def test_eight_clients_at_once_get_what_each_would_get_alone(
 
 
 def test_the_engine_ends_with_its_front(engine: Engine) -> None:
-    assert engine.process is not None
-    process = engine.process
-    os.close(engine._lifeline)
-    until(lambda: process.poll() is not None or not alive(process.pid), "the engine ends")
-    process.wait(timeout=10)
-    engine.process = None
+    child = engine.running
+    os.close(child.lifeline)
+    child.lifeline = -1
+    until(lambda: child.process.poll() is not None, "the engine ends")
 
 
 def test_sigterm_ends_the_engine_with_everything_stored(engine: Engine) -> None:

@@ -4,30 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
-import subprocess
-import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.serve.front import ROOT
+from tests.serve.engine_child import KEY, EngineChild
 
 Json = dict[str, Any]
-KEY = "key-of-the-front"
 
 
 @dataclass
 class EngineProcess:
     """A running engine process."""
 
-    port: int
-    model: str
-    process: subprocess.Popen[bytes]
+    child: EngineChild
     log: Path
 
     def output(self) -> str:
@@ -36,19 +28,15 @@ class EngineProcess:
 
     def open(self, path: str, body: object = None, key: str = KEY) -> Any:
         """The open answer to a request; raises urllib's HTTPError."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
-        return urllib.request.urlopen(asked, timeout=120)
+        return self.child.open(path, body, key)
 
     def ask(self, path: str, body: object = None, key: str = KEY) -> tuple[int, Json]:
         """Status and JSON of an answer."""
-        try:
-            with self.open(path, body, key) as answer:
-                return answer.status, json.load(answer)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, json.loads(error.read() or b"null")
+        return self.child.request(path, body, key)
+
+    def stats(self) -> Json:
+        """Its counters."""
+        return self.ask("/v1/pion/stats")[1]
 
     def complete(self, prompt: str, count: int = 6, **more: Any) -> Json:
         """A greedy completion."""
@@ -72,9 +60,7 @@ class EngineProcess:
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal it and wait; its exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(number)
-        return self.process.wait(timeout=60)
+        return self.child.end(number)
 
 
 def greedy(count: int) -> Json:
@@ -84,36 +70,11 @@ def greedy(count: int) -> Json:
 
 @contextlib.contextmanager
 def running_process(folder: Path, model: Path, *flags: str) -> Iterator[EngineProcess]:
-    """An engine over the model folder ``model``; its lifeline ends with the block."""
+    """An engine over the model folder ``model``; it ends with the block."""
     log = folder / f"engine-{len(list(folder.glob('engine-*.log')))}.log"
-    ready, ready_write = os.pipe()
-    lifeline_read, lifeline = os.pipe()
-    words = [sys.executable, "-m", "pion_vllm_mlx.serve.engine_vllm_mlx", str(model), *flags]
-    words += ["--ready-fd", str(ready_write), "--lifeline-fd", str(lifeline_read)]
-    words += ["--served-model-name", "default"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "PION_ENGINE_KEY": KEY}
-    env["PYTHONUNBUFFERED"] = "1"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            pass_fds=(ready_write, lifeline_read),
-        )
-    os.close(ready_write)
-    os.close(lifeline_read)
+    words = ["pion_vllm_mlx.serve.engine_vllm_mlx", str(model), *flags]
+    child = EngineChild.started(log, *words, "--served-model-name", "default")
     try:
-        with os.fdopen(ready, "rb") as pipe:
-            line = pipe.readline()
-        if not line:
-            raise RuntimeError(f"the engine did not start:\n{log.read_text(errors='replace')}")
-        told = json.loads(line)
-        yield EngineProcess(told["port"], told["model"], process, log)
+        yield EngineProcess(child, log)
     finally:
-        os.close(lifeline)
-        if process.poll() is None:
-            process.kill()
-        process.wait(timeout=30)
+        child.end(signal.SIGKILL)

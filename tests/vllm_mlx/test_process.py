@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("vllm_mlx", reason="vllm-mlx is not installed: make test-vllm-mlx")
 
 from tests.conftest import RunningServer  # noqa: E402
-from tests.serve.front import running_front  # noqa: E402
+from tests.serve.front import running_front, until  # noqa: E402
 from tests.serve.tiny_folder import make_folder  # noqa: E402
+from tests.small_disk import fill, small_disk  # noqa: E402
 from tests.vllm_mlx.process import EngineProcess, greedy, running_process  # noqa: E402
 
 SYSTEM = {"role": "system", "content": "You answer in one word. " * 20}
@@ -121,7 +122,7 @@ def test_only_the_front_is_answered(engine: EngineProcess) -> None:
 def test_stats_without_a_store_say_so(engine: EngineProcess) -> None:
     status, stats = engine.ask("/v1/pion/stats")
     assert (status, stats["pion"]) == (200, "disabled")
-    assert stats["tokens_saved"] > 0
+    assert stats["tokens_reused"] > 0
 
 
 def test_a_restarted_engine_continues_what_the_old_one_was_killed_in(
@@ -149,7 +150,7 @@ def test_a_restarted_engine_continues_what_the_old_one_was_killed_in(
 def until_written(engine: EngineProcess) -> None:
     """Wait until the background thread has stored what was kept."""
     while True:
-        assert engine.process.poll() is None, engine.output()
+        assert engine.child.process.poll() is None, engine.output()
         stats = engine.ask("/v1/pion/stats")[1]
         if 0 < stats["kept"] <= stats.get("written", 0):
             return
@@ -219,7 +220,7 @@ def test_serve_passes_flags_on_and_tells_what_was_reused_in_its_own_apis(
         read = again["usage"]["cache_read_input_tokens"]
         assert read == first["usage"]["input_tokens"] - 1
         status, stats = front.request("/v1/pion/stats")
-        assert (status, stats["tokens_saved"]) == (200, read)
+        assert (status, stats["tokens_reused"]) == (200, read)
         assert front.stop() == 0
 
 
@@ -246,6 +247,53 @@ def test_events_split_and_joined_at_any_byte_are_completed_all_the_same() -> Non
         lines = [line for line in said.split(b"\n") if line.startswith(b"data: {")]
         usage = json.loads(lines[1][6:])["usage"]
         assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
-        assert json.loads(lines[0][6:]) == events[0]
+        prompt = {"prompt_tokens": 9, "cached_tokens": 8}
+        assert json.loads(lines[0][6:]) == {**events[0], "pion_prompt": prompt}
+        assert "pion_prompt" not in json.loads(lines[1][6:])
         assert said.startswith(b": keepalive\n\n")
         assert said.endswith(b"data: [DONE]\n\n")
+
+
+def test_a_budget_below_one_conversation_costs_the_store_and_nothing_else(
+    tmp_path: Path, pion_server: RunningServer, plain: Path
+) -> None:
+    with running_process(tmp_path, plain, "--no-pion") as engine:
+        expected = engine.chat(HELLO)
+    flags = [*store(pion_server), "--pion-budget-gb", "0.0001"]
+    with running_process(tmp_path, plain, *flags) as engine:
+        for _ in range(2):
+            assert engine.chat(HELLO)["choices"] == expected["choices"]
+        until(lambda: engine.stats().get("over_budget", 0) >= 1, "the store says no")
+        assert engine.stop() == 0
+    with running_process(tmp_path, plain, *flags) as engine:
+        again = engine.chat(HELLO)
+        assert (again["choices"], cached(again)) == (expected["choices"], 0)
+
+
+def test_a_full_disk_costs_the_store_and_nothing_else(
+    tmp_path: Path, pion_server: RunningServer, plain: Path
+) -> None:
+    with running_process(tmp_path, plain, "--no-pion") as engine:
+        expected = engine.chat(HELLO)
+    pion_server.stop()
+    with small_disk(tmp_path / "small", 24 << 20) as disk:
+        (disk / "data").mkdir(mode=0o700)
+        full = RunningServer(pion_server.port, disk / "data").start()
+        try:
+            with running_process(tmp_path, plain, *store(full)) as engine:
+                fill(disk / "filler")
+                for _ in range(2):
+                    assert engine.chat(HELLO)["choices"] == expected["choices"]
+                until(lambda: engine.stats().get("failed", 0) >= 1, "the store fails")
+                (disk / "filler").unlink()
+                written = engine.stats().get("written", 0)
+                other = engine.chat(OTHER)
+                until(lambda: engine.stats().get("written", 0) > written, "it is stored")
+                assert engine.stop() == 0
+            with running_process(tmp_path, plain, *store(full)) as engine:
+                found = engine.chat(OTHER)
+                assert found["choices"] == other["choices"]
+                assert cached(found) == found["usage"]["prompt_tokens"] - 1
+                assert engine.chat(HELLO)["choices"] == expected["choices"]
+        finally:
+            full.stop()
