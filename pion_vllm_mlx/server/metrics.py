@@ -49,6 +49,7 @@ def samples(server: Server) -> Iterator[Sample]:
     yield from _receipt(server)
     yield from _process(server)
     yield from _store(server)
+    yield from _attention(server)
 
 
 def _receipt(server: Server) -> Iterator[Sample]:
@@ -107,6 +108,17 @@ def _store(server: Server) -> Iterator[Sample]:
     yield Sample(
         "shared_bytes", "counter", store.counters.bytes_shared, "Equal rows that others hold too."
     )
+
+
+def _attention(server: Server) -> Iterator[Sample]:
+    slots, engine = server.attention.slots, server.attention.engine
+    counted = slots.counters
+    yield Sample("attention_bytes", "gauge", slots.nbytes, "K/V resident for attention.")
+    yield Sample("attention_budget_bytes", "gauge", slots.budget, "Their limit; 0: none.")
+    yield Sample("attention_slots", "gauge", len(slots.warm), "Layers that are resident.")
+    yield Sample("attention_queries", "counter", engine.queries, "Queries answered.")
+    yield Sample("attention_demotions", "counter", counted.demotions, "Layers that had to leave.")
+    yield Sample("attention_rehydrates", "counter", counted.rehydrates, "Layers that came back.")
 
 
 @dataclass(frozen=True, eq=False)

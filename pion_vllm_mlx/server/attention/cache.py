@@ -99,12 +99,16 @@ class AttentionCache:
         self.slots.check_fits(resident_bytes(shape, dtype))
         k, v = shape.floats(keys), shape.floats(values)
         resident = await self._run(lambda: from_floats(k, v, dtype))
-        await self.put(key, resident)
+        self.put(key, await self.placed(resident))
 
-    async def put(self, key: Key, resident: Resident, source: bytes = b"") -> None:
+    async def placed(self, resident: Resident) -> Resident:
+        """The same K/V on the device where attention runs."""
+        if self.device == placement.HOST:
+            return resident
+        return await self.engine.call(lambda: placement.on_device(resident))
+
+    def put(self, key: Key, resident: Resident, source: bytes = b"") -> None:
         """Make a layer WARM; ``source``: the namespace whose rows it was made from."""
-        if self.device != placement.HOST:
-            resident = await self.engine.call(lambda: placement.on_device(resident))
         self.slots.put(key, Slot(resident, source), rehydrates=bool(source))
 
     async def query(self, key: Key, request: Request) -> Arrays:

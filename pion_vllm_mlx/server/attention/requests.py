@@ -10,6 +10,7 @@ what is resident (CommandError where H or D differ), and then computed by the en
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,11 +54,12 @@ class Sizes:
 
     def blob(self, name: str, data: Blob, *shape: int) -> Floats:
         """A blob of that shape as an aligned array. Raises CommandError."""
-        wanted = 4 * int(np.prod(shape, dtype=np.int64))
+        wanted = 4 * math.prod(shape)
         if len(data) != wanted:
             raise CommandError(f"{self.where}: {name} blob size {len(data)} instead of {wanted}")
+        found = np.frombuffer(data, "<f4").reshape(shape)
         # inside of a frame a blob may begin anywhere; kernels want whole words
-        return np.require(np.frombuffer(data, "<f4"), requirements="A").reshape(shape)
+        return found if found.flags.aligned else found.copy()
 
     def queries(self, data: Blob) -> Floats:
         """Q as ``[H, M, D]``, M from its length. Raises CommandError."""
@@ -84,14 +86,12 @@ class Sizes:
             raise CommandError(
                 f"{self.where}: head_map blob size {len(data)} instead of {self.heads}"
             )
-        found = np.frombuffer(data, np.uint8)
-        if int(found.max()) >= self.kv_heads:
-            raise CommandError(
-                f"{self.where}: head_map names head {found.max()} of {self.kv_heads}"
-            )
-        if self.heads == self.kv_heads and bool((found == np.arange(self.heads)).all()):
+        named = bytes(data)
+        if max(named) >= self.kv_heads:
+            raise CommandError(f"{self.where}: head_map names head {max(named)} of {self.kv_heads}")
+        if self.heads == self.kv_heads and named == bytes(range(self.heads)):
             return None
-        return found
+        return np.frombuffer(named, np.uint8)
 
     def check(self, resident: Resident) -> int:
         """The window over what is resident. Raises CommandError where H or D differ."""

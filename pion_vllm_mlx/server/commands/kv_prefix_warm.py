@@ -55,7 +55,7 @@ async def kv_prefix_warm(context: Context, args: list[Arg]) -> Reply:
     _check_budget(context, fitting, dim)
     for pair in fitting:
         resident = await _read(context, sides, pair, heads, dim)
-        await context.server.attention.put(Key(target, pair.layer), resident, namespace)
+        context.server.attention.put(Key(target, pair.layer), resident, namespace)
     return Simple(f"{len(fitting)} skipped_dim={others}" if others else str(len(fitting)))
 
 
@@ -81,13 +81,15 @@ async def _read(
     context: Context, sides: list[Session], pair: LayerPair, heads: int, dim: int
 ) -> Resident:
     """K/V of a layer as its rows are at one moment. Raises CommandError."""
-    dtype = context.server.attention.settings.dtype
+    attention = context.server.attention
+    dtype = attention.settings.dtype
     keys, values = sides
     for _ in range(_ATTEMPTS):
         failed: OSError | None = None
         resident: Resident | None = None
         try:
             resident = await context.store.run(partial(warming.read, pair, heads, dim, dtype))
+            resident = await attention.placed(resident)
         except OSError as error:
             failed = error
         if any(context.live(side.sid) is not side for side in sides):
