@@ -43,6 +43,10 @@ def settle(arrays: Sequence[mx.array]) -> None:
     mx.eval(list(arrays))
 
 
+def on_cuda() -> bool:
+    """Whether MLX computes on an NVIDIA GPU."""
+    return bool(mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available())
+
+
 def _one_at_a_time(arrays: Sequence[mx.array]) -> bool:
-    on_cuda = mx.default_device().type == mx.DeviceType.gpu and not mx.metal.is_available()
-    return on_cuda and sum(array.nbytes for array in arrays) > CUDA_AT_ONCE_BYTES
+    return on_cuda() and sum(array.nbytes for array in arrays) > CUDA_AT_ONCE_BYTES

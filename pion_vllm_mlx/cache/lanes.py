@@ -11,7 +11,6 @@ A lane gives, for every run of the completion record, an array of exactly those 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ from pion_vllm_mlx.cache import evaluation
 from pion_vllm_mlx.cache.completion import CompletionRecord, Run
 from pion_vllm_mlx.cache.lanes_codec import decode_rows, decode_tensors, run_bytes
 from pion_vllm_mlx.cache.leaf import Side, as_stored_bytes
+from pion_vllm_mlx.cache.mapped_files import MappedFiles, parts_of, tensors_of
 from pion_vllm_mlx.cache.slots_state import StateArrays, decode_state
 from pion_vllm_mlx.cache.store_client import StoreClient, missing
 from pion_vllm_mlx.errors import DamagedData, PionError, StoreUnavailable
@@ -61,27 +61,12 @@ RunArrays = list[tuple[Run, mx.array]]
 _SIDES: tuple[Side, Side] = ("k", "v")
 
 
-def _tensors_of(path: str) -> dict[str, mx.array]:
-    """The lazy tensors of a safetensors file. Raises what MLX does, or StoreUnavailable."""
-    loaded = mx.load(path, format="safetensors")
-    if not isinstance(loaded, dict):
-        raise StoreUnavailable(f"{path} holds no tensors")
-    return loaded
-
-
-def _parts_of(loaded: dict[str, mx.array], name: str) -> list[mx.array]:
-    """The tensors of one run: one, or codes, scales and biases. Raises KeyError."""
-    if name in loaded:
-        return [loaded[name]]
-    return [loaded[f"{name}{suffix}"] for suffix in (".w", ".s", ".b")]
-
-
 def load_mapped(client: StoreClient, wanted: Wanted) -> RunArrays:
     """Rows out of the server's files: lazy loads, for the caller to evaluate at once."""
     if wanted.mapping is None:
         return _load_exported(client, wanted)
     try:
-        tensors = _Files(wanted.mapping)
+        tensors = MappedFiles(wanted.mapping)
         arrays = [(run, tensors.rows(run, wanted.leaf(run))) for run in wanted.record.runs]
         evaluation.begin([array for _, array in arrays])
     except (KeyError, TypeError, IndexError, AttributeError) as error:
@@ -105,13 +90,13 @@ def _load_exported(client: StoreClient, wanted: Wanted) -> RunArrays:
         raise StoreUnavailable("the server names no files, and exports no such cache")
     path = client.export(wanted.namespace, rows, len(leaves), heads, width // heads)
     try:
-        loaded = _tensors_of(path)
+        loaded = tensors_of(path)
     except (OSError, RuntimeError, ValueError) as error:
         raise StoreUnavailable(f"the exported file cannot be read: {error}") from error
     arrays = []
     for run in runs:
         try:
-            tensors = [part[0] for part in _parts_of(loaded, f"{run.side}.{run.layer}")]
+            tensors = [part[0] for part in parts_of(loaded, f"{run.side}.{run.layer}")]
         except KeyError as error:
             raise StoreUnavailable(f"the exported file lacks {error}") from error
         _check(_wire_rows(tensors, run, 0), run)
@@ -232,51 +217,7 @@ def _verified(blob: NDArray[np.uint8] | None, run: Run, wanted: Wanted) -> tuple
     return run, decode_rows(blob, run, wanted.leaf(run))
 
 
-class _Files:
-    """The tensors that KV.PREFIX.MAP names, found by run."""
-
-    def __init__(self, mapping: Mapping[str, Any]) -> None:
-        self._tensors: dict[tuple[int, str, int, int], tuple[str, dict[str, Any]]] = {}
-        self._arrays: dict[str, dict[str, mx.array]] = {}
-        self._sizes: dict[str, int] = {}
-        for segment in mapping["segments"]:
-            self._sizes[segment["path"]] = segment["size"]
-            for tensor in segment["tensors"]:
-                place = (tensor["layer"], tensor["side"], tensor["start"], tensor["end"])
-                self._tensors[place] = (segment["path"], tensor)
-
-    def parts(self, run: Run) -> tuple[list[mx.array], int]:
-        """The lazy tensors of a run, and its first row in them."""
-        place = (run.layer, run.side, run.start, run.start + run.rows)
-        if place not in self._tensors:
-            raise missing(f"leaf {run.layer} {run.side}: the run from token {run.start} on")
-        path, tensor = self._tensors[place]
-        stored = (tensor["format"], tensor["layout"], tensor["crc32c"])
-        if stored != (run.format, run.layout, run.crc):
-            raise DamagedData(f"leaf {run.layer} {run.side}: rows of another store lie there")
-        return _parts_of(self._open(path), tensor["name"]), int(tensor["row"])
-
-    def rows(self, run: Run, leaf: dict[str, Any]) -> mx.array:
-        """``[H, n_pad, D]`` lazily, beginning with the first row of the run."""
-        tensors, first = self.parts(run)
-        heads = int(leaf["heads"])
-        array = decode_tensors(tensors, run, heads)
-        if first:
-            array = array[:, first:, :]
-        if array.shape[0] != heads or array.shape[1] < run.rows:
-            raise StoreUnavailable(f"leaf {run.layer} {run.side}: a tensor of another shape")
-        return array
-
-    def _open(self, path: str) -> dict[str, mx.array]:
-        if path not in self._arrays:
-            size = os.stat(path).st_size
-            if size != self._sizes[path]:
-                raise StoreUnavailable(f"{path} has {size} bytes instead of {self._sizes[path]}")
-            self._arrays[path] = _tensors_of(path)
-        return self._arrays[path]
-
-
-def _verify_mapped(files: _Files, wanted: Wanted) -> None:
+def _verify_mapped(files: MappedFiles, wanted: Wanted) -> None:
     """Hashes the rows themselves again, in the order in which they were sent."""
     for run in wanted.record.runs:
         tensors, first = files.parts(run)

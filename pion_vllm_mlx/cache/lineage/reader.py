@@ -16,8 +16,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from pion_vllm_mlx.cache import evaluation
+from pion_vllm_mlx.cache import direct_rows, evaluation
 from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, CompletionRecord, Run
+from pion_vllm_mlx.cache.direct_rows import MOST_SPARE_ROWS, SPARE_ROWS, DirectRows
 from pion_vllm_mlx.cache.lanes import (
     LANE_ERRORS,
     LANES,
@@ -43,6 +44,7 @@ from pion_vllm_mlx.cache.lineage.shape import (
     wanted_rows,
 )
 from pion_vllm_mlx.cache.lineage.types import Match, Piece
+from pion_vllm_mlx.cache.mapped_files import MappedFiles
 from pion_vllm_mlx.cache.slots_state import StateArrays
 from pion_vllm_mlx.cache.store_client import mapping_of, missing
 from pion_vllm_mlx.config import ClientSwitches
@@ -50,11 +52,10 @@ from pion_vllm_mlx.errors import CommandError, DamagedData, StoreUnavailable
 
 log = logging.getLogger("pion_vllm_mlx")
 
-SPARE_ROWS = 256
-"""Behind joined rows, so that the first token after them costs no copy."""
+States = Mapping[int, StateArrays]
 
-_MOST_SPARE_ROWS = 1024
-"""A mapped run that is longer than what is wanted by more is cut: it would stay in memory."""
+MALFORMED = (TypeError, LookupError, AttributeError)
+"""What an answer or a file of another shape may end in."""
 
 
 class DamagedPiece(DamagedData):
@@ -118,30 +119,61 @@ class Reader:
             slots = slots_at(pieces[-1].record.slots, length)
         if classes_of(slots) != classes_of(self._shape.settings):
             raise DamagedData("completion record: its slots are not those of the model's cache")
-        wanted = wanted_rows(slots)
-        lanes: list[str] = []
-        rows: list[tuple[int, Run, mx.array]] = []
         num_bytes = 0
-        for one in pieces:
-            runs = runs_for(one.record, one.piece.base, wanted, one.piece.end)
-            what = Wanted(one.piece.namespace, pruned(one.record, runs), one.mapping)
-            if runs:
-                with _blaming(one.piece.segment, one.blob):
-                    lane, arrays = self._through_lanes(what)
-                lanes.append(lane)
-                rows += _placed(arrays, one.piece)
-            num_bytes += what.num_bytes()
         states: dict[int, StateArrays] = {}
         if checkpoint is not None and match.checkpoint is not None:
             num_bytes += sum(state.length for state in checkpoint.states)
             sid = match.checkpoint.sid
             with _blaming(pieces[-1].piece.segment, checkpoint.encode(), sid):
                 states = load_states(self._client, Wanted(sid, checkpoint, None))
-        caches = rebuild(slots, _Chain(rows, slots).fetch, states)
-        evaluation.settle(cache_arrays(caches))
-        return Loaded(caches, length, lanes[-1] if lanes else STORED, num_bytes)
+        loaded = self._directly(pieces, slots, states) or self._by_lanes(pieces, slots, states)
+        evaluation.settle(cache_arrays(loaded.caches))
+        return replace(loaded, length=length, num_bytes=loaded.num_bytes + num_bytes)
 
     # -- inside ---------------------------------------------------------------
+
+    def _directly(
+        self, pieces: Sequence[_Proved], slots: Sequence[Slot], states: States
+    ) -> Loaded | None:
+        """The caches, their rows read into place; None where the lanes have to see to it."""
+        if not direct_rows.usable() or any(one.mapping is None for one in pieces):
+            return None
+        dtypes = _dtypes(slots)
+        rows = DirectRows(lambda layer, side: dtypes[layer, side])
+        wanted = wanted_rows(slots)
+        try:
+            for one in pieces:
+                runs = runs_for(one.record, one.piece.base, wanted, one.piece.end)
+                leaved = [(run, one.record.leaves[run.layer]) for run in runs]
+                files = MappedFiles(one.mapping or {})
+                if not rows.add(files, leaved, one.piece.base, one.piece.end):
+                    return None
+            if not evaluation.on_cuda() and rows.whole(wanted):
+                return None
+            caches = rebuild(slots, rows.fetch, states)
+            rows.fill()
+            return Loaded(caches, 0, MAPPED, rows.num_bytes)
+        except (*LANE_ERRORS, *MALFORMED) as error:  # the lanes find out what it is
+            self._counters.add("lane_failures", why=f"{MAPPED} lane: {error!r}")
+            return None
+        finally:
+            rows.close()
+
+    def _by_lanes(self, pieces: Sequence[_Proved], slots: Sequence[Slot], states: States) -> Loaded:
+        """The caches, their rows by the first lane that delivers, a segment at a time."""
+        wanted = wanted_rows(slots)
+        lane, num_bytes = STORED, 0
+        rows: list[tuple[int, Run, mx.array]] = []
+        for one in pieces:
+            runs = runs_for(one.record, one.piece.base, wanted, one.piece.end)
+            what = Wanted(one.piece.namespace, pruned(one.record, runs), one.mapping)
+            if runs:
+                with _blaming(one.piece.segment, one.blob):
+                    lane, arrays = self._through_lanes(what)
+                rows += _placed(arrays, one.piece)
+            num_bytes += what.num_bytes()
+        caches = rebuild(slots, _Chain(rows, slots).fetch, states)
+        return Loaded(caches, 0, lane, num_bytes)
 
     def _proofs(
         self, match: Match, identity: dict[str, Any]
@@ -243,15 +275,20 @@ def _placed(arrays: RunArrays, piece: Piece) -> list[tuple[int, Run, mx.array]]:
     return found
 
 
+def _dtypes(slots: Sequence[Slot]) -> dict[tuple[int, Side], mx.Dtype]:
+    """The dtype of the cache, by leaf and side."""
+    return {
+        (spec.layer, spec.side): dtype_of(spec.dtype)
+        for slot in flat(slots)
+        for spec in array_specs(slot)
+    }
+
+
 class _Chain:
     """Answers ``rebuild``'s questions out of the rows of several segments."""
 
     def __init__(self, rows: Sequence[tuple[int, Run, mx.array]], slots: Sequence[Slot]) -> None:
-        self._dtypes = {
-            (spec.layer, spec.side): dtype_of(spec.dtype)
-            for slot in flat(slots)
-            for spec in array_specs(slot)
-        }
+        self._dtypes = _dtypes(slots)
         self._runs: dict[tuple[int, str], list[tuple[Run, mx.array]]] = {}
         for _, run, array in rows:
             self._runs.setdefault((run.layer, run.side), []).append((run, array))
@@ -277,7 +314,7 @@ class _Chain:
             if not run.start <= at < last:
                 continue
             spare = array.shape[1] - (end - run.start)
-            lone = run.start == start and last == end and 0 < spare <= _MOST_SPARE_ROWS
+            lone = run.start == start and last == end and 0 < spare <= MOST_SPARE_ROWS
             if not lone:
                 array = array[:, at - run.start : last - run.start, :]
             found.append(array)
