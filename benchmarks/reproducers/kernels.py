@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -137,9 +138,7 @@ def stored(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for num_queries in (1, BATCH):
         q = random(HEADS, num_queries, DIM)
-        sides = {
-            name: lambda prefix=prefix: api.attend(q, prefix) for name, prefix in prefixes.items()
-        }
+        sides = {name: partial(api.attend, q, prefix) for name, prefix in prefixes.items()}
         seconds = alternate(sides, options.pairs, options.patience)
         found[f"M={num_queries}"] = {name: milliseconds(x) for name, x in seconds.items()}
     return found

@@ -9,12 +9,9 @@ threads: equal requests give equal bytes.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +31,7 @@ from pion_vllm_mlx.kernels.problem import (
     Suffix,
 )
 from pion_vllm_mlx.kernels.reference import top_blocks
+from pion_vllm_mlx.kernels.threads import in_threads
 
 # Bytes of float32 keys in a chunk: widened ones have to stay in a core's cache, views need not.
 _WIDENED_BYTES = 512 * 1024
@@ -47,11 +45,10 @@ _TILE_TOKENS = 128
 _LEAST_TILE = 16
 _TILE_ROWS = 16
 _STRIPS = 16
-# Below this many bytes of K and V a thread costs more than it saves.
-_INLINE_BYTES = 1024 * 1024
+# Below this a thread costs more than it saves: about a tenth of a millisecond.
+_INLINE_COST = 512 * 1024
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -101,6 +98,8 @@ def _finite(highest: Floats) -> Floats:
 def weigh(q: Floats, keys: Floats, values: Floats, hidden: NDArray[np.bool_] | None) -> Running:
     """``q [U, R, D]`` (scaled) over ``keys``, ``values`` ``[U, n, D]``, less what is ``hidden``.
 
+    ``hidden`` ``[U or 1, R, n]``.
+
     The products are cut into tiles that a BLAS computes without packing and without threads of its
     own: axes (U, tile of tokens, tile of rows, row, token or value).
     """
@@ -111,13 +110,14 @@ def weigh(q: Floats, keys: Floats, values: Floats, hidden: NDArray[np.bool_] | N
     q_tiles = _row_tiles(q)
     scores = np.matmul(q_tiles, keys.reshape(by_tile).swapaxes(-1, -2))
     if hidden is not None:
-        spread = _row_tiles(np.broadcast_to(hidden, (num_groups, num_rows, num)))
-        spread = spread.reshape(*scores.shape[:1], *scores.shape[2:4], -1, tile)
+        spread = _row_tiles(hidden)[:, 0]
+        spread = spread.reshape(*spread.shape[:3], -1, tile)
         np.copyto(scores, np.float32(-np.inf), where=np.moveaxis(spread, 3, 1))
-    highest = scores.max(axis=-1).max(axis=1)
+    # Over the tiles first: numpy is quick where it goes along rows, and slow within short ones.
+    highest = scores.max(axis=1).max(axis=-1)
     scores -= (highest if hidden is None else _finite(highest))[:, None, :, :, None]
     np.exp(scores, out=scores)
-    total = scores.sum(axis=-1).sum(axis=1)
+    total = scores.sum(axis=1).sum(axis=-1)
     out = np.matmul(scores, values.reshape(by_tile))
     out = out[:, 0] if out.shape[1] == 1 else out.sum(axis=1)
     flat = (num_groups, -1)
@@ -154,12 +154,12 @@ def attend_chunk(q: Floats, chunk: Chunk) -> Running:
     if chunk.last_seen is not None:
         ((first, end),) = chunk.ranges
         if end - 1 > chunk.last_seen.min():
-            hidden = np.arange(first, end) > chunk.last_seen[:, None]
+            hidden = (np.arange(first, end) > chunk.last_seen[:, None])[None]
     return weigh(q, chunk.keys.read(chunk.ranges), chunk.values.read(chunk.ranges), hidden)
 
 
-def in_strips(items: Sequence[Item], work: Callable[[Item], Running], num_bytes: int) -> Running:
-    """The sum of ``work`` over ``items``, at most ``_STRIPS`` of them at a time in threads."""
+def in_strips(items: Sequence[Item], work: Callable[[Item], Running], cost: float) -> Running:
+    """The sum of ``work`` over ``items``, in threads where the ``cost`` is worth it."""
     each = -(-len(items) // _STRIPS)
     strips = [items[at : at + each] for at in range(0, len(items), each)]
 
@@ -170,49 +170,20 @@ def in_strips(items: Sequence[Item], work: Callable[[Item], Running], num_bytes:
                 found.add(work(item))
             return found
 
-    results = in_threads(strips, run, num_bytes)
+    results = [run(one) for one in strips] if cost < _INLINE_COST else in_threads(strips, run)
     with np.errstate(all="ignore"):
         for other in results[1:]:
             results[0].add(other)
     return results[0]
 
 
-def in_threads(
-    items: Sequence[Item], work: Callable[[Item], Result], num_bytes: int
-) -> list[Result]:
-    """``work`` of every item, in order; in this thread, and in others where there is much."""
-    num_helpers = min(len(items), _cores()) - 1
-    if num_helpers < 1 or num_bytes < _INLINE_BYTES:
-        return [work(item) for item in items]
-    results: list[Result | None] = [None] * len(items)
-    numbers = iter(range(len(items)))  # next() is atomic: each number goes to one thread
+def cost_of(num_tokens: int, shape: tuple[int, ...]) -> float:
+    """How much work it is to let queries of ``shape`` (U, R, D) see ``num_tokens`` each.
 
-    def help_out() -> None:
-        for number in numbers:
-            results[number] = work(items[number])
-
-    pool = _threads(os.getpid())
-    helpers = [pool.submit(help_out) for _ in range(num_helpers)]
-    try:
-        help_out()
-    finally:
-        # One that has not started by now has nothing left to do.
-        running = [helper for helper in helpers if not helper.cancel()]
-        for helper in running:
-            helper.result()
-    return cast("list[Result]", results)
-
-
-@lru_cache(maxsize=1)
-def _cores() -> int:
-    """Asked once: the question takes as long as a small query."""
-    return os.cpu_count() or 1
-
-
-@lru_cache(maxsize=1)
-def _threads(process_id: int) -> ThreadPoolExecutor:
-    """The threads of a process: those of a parent do not survive a fork."""
-    return ThreadPoolExecutor(_cores(), f"attention-{process_id}")
+    In values of K read; every further row of queries costs an eighth of reading them.
+    """
+    num_groups, num_rows, dim = shape
+    return num_tokens * num_groups * dim * (1 + num_rows / 8)
 
 
 def chunks_of(
@@ -326,9 +297,9 @@ class CpuKernels(Kernels):
         if job.suffix is not None:
             chunks += suffix_chunks(job.suffix, grouped.groups, shape, q.shape[1])
         num_tokens = sum(end - first for one in chunks for first, end in one.ranges)
-        num_bytes = 8 * num_tokens * shape[0] * shape[2]
+        cost = cost_of(num_tokens, shape)
         return grouped.returned(
-            in_strips(chunks, lambda chunk: attend_chunk(grouped.rows, chunk), num_bytes)
+            in_strips(chunks, lambda chunk: attend_chunk(grouped.rows, chunk), cost)
         )
 
     def attend_sparse(self, job: SparseJob) -> Attended:
@@ -354,7 +325,7 @@ class CpuKernels(Kernels):
 
         step = max(_LEAST_TOKENS, _WIDENED_BYTES // (4 * num_heads * dim))
         columns = [(at, min(width, at + step)) for at in range(0, width, step)]
-        running = in_strips(columns, work, 8 * width * num_heads * dim)
+        running = in_strips(columns, work, cost_of(width, q.shape))
         with np.errstate(all="ignore"):
             return Attended(*running.finished())
 
@@ -374,7 +345,7 @@ class CpuKernels(Kernels):
             with np.errstate(all="ignore"):
                 return [reduce(blocks, axis=2) for reduce in reductions]
 
-        found = in_threads(range(start, end, step), work, 4 * (end - start) * num_heads * dim)
+        found = in_threads(range(start, end, step), work)
         return BlockStatistics(*(np.concatenate(side, axis=1) for side in zip(*found, strict=True)))
 
     def block_scores(

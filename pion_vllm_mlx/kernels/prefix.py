@@ -170,6 +170,8 @@ def check_values(what: str, array: Any) -> None:
 
 def _check_prefix(prefix: Prefix) -> None:
     keys, values = prefix.keys, prefix.values
+    if type(_some_array(keys)) is not type(_some_array(values)):
+        raise CommandError("K and V must be arrays of one kind, of numpy or of mlx")
     if isinstance(keys, Affine) != isinstance(values, Affine) or keys.shape != values.shape:
         raise CommandError(
             f"shape mismatch: K {shape_text(keys.shape)}, V {shape_text(values.shape)}"

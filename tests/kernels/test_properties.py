@@ -11,6 +11,8 @@ import pytest
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.kernels import api, transfer
 from pion_vllm_mlx.kernels.api import Attended, Prefix, Selection, Suffix
+from pion_vllm_mlx.kernels.host import widened
+from pion_vllm_mlx.kernels.threads import in_threads
 from tests.kernels import cases
 
 
@@ -206,6 +208,38 @@ def test_equal_requests_give_equal_bytes_from_any_thread(
         assert len(set(threads.map(run, range(12)))) == 1
 
 
+def test_where_a_query_lies_in_memory_does_not_change_a_byte(rng: np.random.Generator) -> None:
+    prefix = cases.prefix(rng, (2, 700, 64), "fp32")
+    q = cases.values(rng, (2, 3, 64), "fp32")
+    suffix = cases.suffix(rng, (2, 5, 64))
+    expected = api.attend_fused(q, prefix, suffix)
+    for offset in (1, 2, 4, 20):
+
+        def shifted(array: Any, offset: int = offset) -> Any:
+            room = bytes(offset) + array.tobytes()
+            return np.frombuffer(room, np.float32, offset=offset).reshape(array.shape)
+
+        moved = Suffix(shifted(suffix.keys), shifted(suffix.values))
+        found = api.attend_fused(shifted(q), prefix, moved)
+        assert found.out.tobytes() == expected.out.tobytes()
+        assert found.lse.tobytes() == expected.lse.tobytes()
+
+
+def test_an_error_in_a_thread_is_raised_and_every_item_is_done_once() -> None:
+    done: list[int] = []
+
+    def work(item: int) -> int:
+        if item == 70:
+            raise CommandError("seventy")
+        done.append(item)
+        return -item
+
+    assert in_threads(range(60), work) == [-item for item in range(60)]
+    assert sorted(done) == list(range(60))
+    with pytest.raises(CommandError, match="seventy"):
+        in_threads(range(50, 90), work)
+
+
 def test_statistics_are_computed_once_and_only_a_few_are_kept(rng: np.random.Generator) -> None:
     prefix = cases.prefix(rng, (2, 600, 32), "fp32")
     q = cases.values(rng, (2, 32), "fp32")
@@ -247,3 +281,14 @@ def test_merge_refuses_no_part_and_parts_that_differ() -> None:
         api.merge([])
     with pytest.raises(CommandError, match="shape mismatch"):
         api.merge([part, other])
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_half_precision_values_are_widened_exactly(bad: float, rng: np.random.Generator) -> None:
+    every = np.arange(2**16, dtype=np.uint16).view(np.float16)
+    finite = every[np.isfinite(every)]  # subnormals and both zeros too
+    np.testing.assert_array_equal(widened(finite), finite.astype(np.float32))
+    np.testing.assert_array_equal(np.signbit(widened(finite)), np.signbit(finite))
+    np.testing.assert_array_equal(
+        widened(np.array([1.0, bad], np.float16)), np.array([1.0, bad], np.float32)
+    )

@@ -92,6 +92,12 @@ def test_what_does_not_fit_is_refused(request_: Callable[[], Any], says: str) ->
     assert says in str(caught.value)
 
 
+def test_keys_and_values_of_two_kinds_are_refused() -> None:
+    mx = pytest.importorskip("mlx.core")
+    with pytest.raises(CommandError, match="of one kind"):
+        Prefix(zeros(2, 10, 32), mx.zeros((2, 10, 32)), 10)
+
+
 def test_a_window_beyond_the_prefix_is_the_whole_prefix() -> None:
     rng = np.random.default_rng(1)
     keys, values = rng.standard_normal((2, 2, 10, 32)).astype(np.float32)
