@@ -31,8 +31,8 @@ def match_of(found: Found, tokens: TokenIds, names: Names, rules: Rules) -> Matc
         why = f"{length} tokens are fewer than the least gain of {rules.min_gain}"
     if length < rules.min_gain:
         return Match(tokens, found.common, why=why or "the prompt is too short")
-    pieces = found.pieces(names, length)
-    return Match(tokens, found.common, length, why, pieces, checkpoint)
+    pieces, stored = found.pieces(names, length), found.leaf.end if found.leaf is not None else 0
+    return Match(tokens, found.common, length, why, pieces, checkpoint, stored)
 
 
 def _restorable(found: Found, limit: int, rules: Rules) -> tuple[int, Checkpoint | None, str]:

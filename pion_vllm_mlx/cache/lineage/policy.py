@@ -3,7 +3,8 @@
 ==========  ==================================================================
 kind        taken
 ==========  ==================================================================
-guard       16 tokens before the end of the prompt, if at least 256 are new
+guard       16 tokens before the end of the prompt, or before what the next prompt will
+            not have of that end (``endings``), if at least 256 are new
 anchor      at the end of system prompt and tools
 divergence  where the prompt leaves what is stored, if that gains 256 tokens
 final       at the end of what was computed
@@ -43,20 +44,29 @@ def anchor_length(rendered: Sequence[int], prompt: Sequence[int]) -> int:
     return max(0, common_prefix(rendered, prompt) - ANCHOR_SLACK_TOKENS)
 
 
-def cuts(total: int, restored: int, common: int, anchor: int | None) -> list[Cut]:
-    """Where a prompt of ``total`` tokens is cut, of which ``restored`` need no prefill."""
+def cuts(total: int, restored: int, common: int, anchor: int | None, ending: int = 0) -> list[Cut]:
+    """Where a prompt of ``total`` tokens is cut, of which ``restored`` need no prefill.
+
+    The next prompt is expected to leave this one ``ending`` tokens before its end.
+    """
     wanted: list[Cut] = []
     if anchor:
         wanted.append(Cut(anchor, "anchor"))
     if common - restored >= LEAST_NEW_TOKENS:
         wanted.append(Cut(common, "divergence"))
     if total - restored >= LEAST_NEW_TOKENS:
-        wanted.append(Cut(total - GUARD_TOKENS, "guard"))
+        wanted.append(Cut(_guard(total, restored, ending), "guard"))
     best: dict[int, Cut] = {}
     for cut in sorted(wanted, key=lambda cut: _RANK[cut.kind], reverse=True):
         if restored < cut.position < total:
             best[cut.position] = cut
     return [best[position] for position in sorted(best)]
+
+
+def _guard(total: int, restored: int, ending: int) -> int:
+    """Before the ending, if it is longer than a guard's distance and there is room."""
+    early = total - GUARD_TOKENS - ending
+    return early if ending > GUARD_TOKENS and early > restored else total - GUARD_TOKENS
 
 
 def thinned(

@@ -29,6 +29,7 @@ from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
 from pion_vllm_mlx.cache.lineage.capture import Captured, Since, capture, captured_of
 from pion_vllm_mlx.cache.lineage.client import connect
 from pion_vllm_mlx.cache.lineage.counters import Counters
+from pion_vllm_mlx.cache.lineage.endings import Endings
 from pion_vllm_mlx.cache.lineage.faults import MALFORMED, Faults
 from pion_vllm_mlx.cache.lineage.index import Index
 from pion_vllm_mlx.cache.lineage.journal import Journals, ReplyJournal
@@ -83,6 +84,7 @@ class LineageStore(Stored):
         self._background = Background(self.options.queue_bytes, weakly(self._when_idle))
         self._unsealed: dict[str, None] = {}
         self._anchors: list[TokenIds] = []
+        self._endings = Endings()
         self._swept = False
         weakref.finalize(self, _close, self._background, self._front, self._back)
         try:
@@ -179,7 +181,8 @@ class LineageStore(Stored):
             if anchor is not None and anchor >= FIRST_TOKENS and match.tokens.size > anchor:
                 self._anchors = [*self._anchors[-policy.MOST_ANCHORS :], match.tokens[:anchor]]
             return []
-        return policy.cuts(len(tokens), match.length, match.common, anchor)
+        ending = self._endings.ending(match.tokens, match.common, match.stored)
+        return policy.cuts(len(tokens), match.length, match.common, anchor, ending)
 
     def keep(
         self,

@@ -85,7 +85,8 @@ class Match:
 
     ``common`` tokens agree with something stored; ``length`` of them, at most all but the
     last of the prompt, can be restored, 0 for none. ``why`` says why it is not more, "" where
-    nothing is missing. ``chain`` runs from the root to the leaf.
+    nothing is missing. ``chain`` runs from the root to the leaf, which ends at ``stored``
+    tokens.
     """
 
     tokens: TokenIds
@@ -94,6 +95,7 @@ class Match:
     why: str = ""
     chain: tuple[Piece, ...] = ()
     checkpoint: Checkpoint | None = None
+    stored: int = 0
 
     def __bool__(self) -> bool:
         return self.length > 0
