@@ -164,6 +164,7 @@ def one_model(family: str, options: argparse.Namespace, folder: Path) -> dict[st
         run = replay(name, phases, place)
         runs.append(run)
         if options.losses:
+            print((place.folder / "output.log").read_text(errors="replace"), file=sys.stderr)
             show_losses(run, prompts)
         bar = BARS[family] if KINDS[name].has_stats else None
         figures[name] = figures_of(run, prompts, bar)
@@ -178,7 +179,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=tuple(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--vllm-python", default=str(_VLLM_PYTHON), help="of vllm-mlx")
     parser.add_argument("--short", action="store_true", help="a trace of half a minute")
-    parser.add_argument("--losses", action="store_true", help="a line a request on stderr")
+    parser.add_argument("--losses", action="store_true", help="each request and the logs on stderr")
     options = parser.parse_args()
     options.pairs = 1
     figures: dict[str, Any] = {}
