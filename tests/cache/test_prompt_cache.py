@@ -21,7 +21,7 @@ from pion_vllm_mlx.cache import inproc, prompt_cache_store
 from pion_vllm_mlx.cache.layers import cache_arrays
 from pion_vllm_mlx.errors import ConfigError
 from tests.cache.continuing import continued, unstored
-from tests.cache.lane_choice import Lanes
+from tests.cache.lane_choice import IN_PLACE, Lanes
 from tests.conftest import RunningServer
 from tests.models import NAMES, WINDOW, tiny_model, token_ids
 
@@ -43,6 +43,7 @@ def lanes(store: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Lanes:
 
 def expected_lane(lane: str, model: Any) -> str:
     """A model without rows has nothing to map: its states travel by command."""
+    lane = lane.partition(",")[0]
     recurrent = all(type(c).__name__ == "ArraysCache" for c in mlx_cache.make_prompt_cache(model))
     return "stored" if recurrent and lane == "mapped" else lane
 
@@ -54,7 +55,7 @@ def test_every_family_hits_bit_equal_by_every_lane(name: str, lanes: Lanes) -> N
     first = lanes(model)
     assert continued(model, first.get_or_prefill(IDS, name)) == wanted
     assert (first.misses, first.hits, first.stats()["store_failures"]) == (1, 0, 0)
-    for lane in ("in-process", "mapped", "stored", "range"):
+    for lane in ("in-process", "mapped", IN_PLACE, "stored", "range"):
         other = lanes(model, lane)
         cache = other.get_or_prefill(IDS, name)
         stats = other.stats()
@@ -64,7 +65,7 @@ def test_every_family_hits_bit_equal_by_every_lane(name: str, lanes: Lanes) -> N
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
-@pytest.mark.parametrize("lane", ["mapped", "stored"])
+@pytest.mark.parametrize("lane", ["mapped", IN_PLACE, "stored"])
 def test_other_dtypes_come_back_as_they_are(lanes: Lanes, lane: str, dtype: mx.Dtype) -> None:
     model = tiny_model("qwen3_5", dtype)
     wanted = continued(model, unstored(model, IDS))
@@ -85,10 +86,10 @@ def test_quantized_caches_come_back_as_they_are(lanes: Lanes, bits: int) -> None
         wanted = continued(model, unstored(model, IDS))
         name = f"quantized{bits}"
         lanes(model).get_or_prefill(IDS, name)
-        for lane in ("mapped", "stored", "range"):
+        for lane in ("mapped", IN_PLACE, "stored", "range"):
             other = lanes(model, lane)
             assert continued(model, other.get_or_prefill(IDS, name)) == wanted
-            assert other.stats()["last_lane"] == lane
+            assert other.stats()["last_lane"] == expected_lane(lane, model)
     finally:
         del type(model).make_cache
 
@@ -98,10 +99,10 @@ def test_runs_that_were_cut_are_joined(lanes: Lanes, monkeypatch: pytest.MonkeyP
     model = tiny_model("gemma3_text")
     wanted = continued(model, unstored(model, IDS))
     lanes(model).get_or_prefill(IDS, "cut")
-    for lane in ("mapped", "stored", "range"):
+    for lane in ("mapped", IN_PLACE, "stored", "range"):
         other = lanes(model, lane)
         assert continued(model, other.get_or_prefill(IDS, "cut")) == wanted
-        assert other.stats()["last_lane"] == lane
+        assert other.stats()["last_lane"] == expected_lane(lane, model)
 
 
 _FRESH = """
@@ -262,9 +263,9 @@ def test_lanes_agree_on_converted_rows(lanes: Lanes) -> None:
             lane: continued(
                 model, lanes(model, lane, vquant=vquant).get_or_prefill(IDS, f"agree-{vquant}")
             )  # fmt: skip
-            for lane in ("mapped", "stored", "range")
+            for lane in ("mapped", IN_PLACE, "stored", "range")
         }
-        assert seen["mapped"] == seen["stored"] == seen["range"]
+        assert seen["mapped"] == seen[IN_PLACE] == seen["stored"] == seen["range"]
 
 
 def test_a_class_that_is_not_known_is_refused_by_name_and_prefilled(
