@@ -252,6 +252,19 @@ def test_statistics_are_computed_once_and_only_a_few_are_kept(rng: np.random.Gen
     assert len(prefix.statistics) <= 4
 
 
+def test_statistics_of_another_window_or_selector_are_not_mixed_up(
+    to: Any, rng: np.random.Generator
+) -> None:
+    keys, values = rng.standard_normal((2, 2, 600, 32)).astype(np.float32)
+    q, prefix = to(cases.values(rng, (2, 32), "fp32")), dense(keys, values, to)
+    for window in (0, 500, 481, 300):
+        for selection in (Selection(7, 5), Selection(7, 5, "quest"), Selection(9, 5)):
+            found = api.select_blocks(q, prefix, selection, window=window)
+            fresh = dense(keys, values, to)
+            again = api.select_blocks(q, fresh, selection, window=window)
+            assert transfer.to_host(found).tolist() == transfer.to_host(again).tolist()
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_a_prefix_is_held_in_the_type_asked_for(
     to: Any, dtype: str, rng: np.random.Generator
@@ -267,6 +280,7 @@ def test_bf16_is_rounded_as_mlx_rounds_it(rng: np.random.Generator) -> None:
     mx = pytest.importorskip("mlx.core")
     values = rng.standard_normal((1, 64, 32)).astype(np.float32)
     values[0, 0, :4] = [np.inf, -np.inf, np.nan, 3.4e38]
+    values.view(np.uint32)[0, 0, 4:6] = [0x7FFFFFFF, 0x7F800001]  # NaNs that rounding would lose
     found = api.dense_prefix(values, values, "bf16").keys
     expected = np.array(mx.array(values).astype(mx.bfloat16).view(mx.uint16))
     number = ~np.isnan(values)

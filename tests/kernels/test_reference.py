@@ -122,6 +122,8 @@ def test_the_lower_block_wins_a_tie_and_a_nan_never_wins() -> None:
     scores = np.array([1.0, 3.0, np.nan, 3.0, 2.0, 3.0])
     assert reference.top_blocks(scores, 2).tolist() == [1, 3]
     assert reference.top_blocks(scores, 4).tolist() == [1, 3, 4, 5]
+    many = np.tile([0.0, 1.0], 500)
+    assert reference.top_blocks(many, 300).tolist() == list(range(1, 600, 2))
 
 
 def test_a_query_head_that_is_not_finite_does_not_choose_blocks() -> None:
