@@ -1,19 +1,22 @@
 """Recurrent models whose prompts must not be padded to the length of others.
 
-mlx-lm prefills several prompts as one batch, the shorter ones padded, and hands a mask to the
+mlx-lm prefills several prompts as one batch, the shorter ones padded, and has a mask for the
 model. One that does not ask for it computes the padding into its recurrent state, with or
-without a cache of ours: mamba and rwkv7 do. One prompt at a time is right.
+without a cache of ours: mamba and rwkv7 do, and in mlx-lm 0.31 every model of ``models/ssm.py``
+(mamba2, falcon_h1, nemotron_h …), which forgets the mask where the state decays. One prompt at
+a time is right. Where the source looks like neither way, one at a time is taken.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import sys
 from typing import Any
 
 
 def pads_wrongly(model: Any) -> bool:
-    """Whether a recurrent model ignores the mask that mlx-lm gives it for padded prompts."""
+    """Whether a recurrent model ignores the mask that mlx-lm has for padded prompts."""
     from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
     def recurrent(cache: Any) -> bool:
@@ -27,4 +30,11 @@ def pads_wrongly(model: Any) -> bool:
     sources = [
         inspect.getsource(sys.modules[name]) for name in modules if name.startswith("mlx_lm.")
     ]
-    return not any("create_ssm_mask" in source for source in sources)
+    if not any("create_ssm_mask" in source for source in sources):
+        return True
+    return any("from .ssm import" in source for source in sources) and not _decay_is_masked()
+
+
+def _decay_is_masked() -> bool:
+    ssm = importlib.import_module("mlx_lm.models.ssm")
+    return "dtA * mask" in inspect.getsource(ssm)

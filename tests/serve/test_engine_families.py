@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,6 +145,18 @@ def test_a_tool_turn_is_cut_and_kept_too(served: Served) -> None:
     longer = [*turn[:2], {"role": "tool", "tool_call_id": "t", "content": "found it, and more"}]
     # The guard lies sixteen tokens before the end of the prompt.
     assert engine.chat(longer, LIMIT, tools=tools).cached >= first.prompt - 16 - 16
+
+
+def test_prompts_of_different_lengths_at_once_get_what_each_would_get_alone(
+    served: Served,
+) -> None:
+    """Some recurrent models would compute the padding of the shorter ones into their state."""
+    texts = [f"{number}{number} at once. " + TEXT[: 40 + 83 * number] for number in range(6)]
+    with ThreadPoolExecutor(len(texts)) as pool:
+        at_once = list(pool.map(lambda text: served.engine.complete(text, LIMIT), texts))
+    alone = [served.alone(served.tokenizer.encode(text)) for text in texts]
+    assert [reply.tokens for reply in at_once] == alone
+    assert all(reply.cached < 16 for reply in at_once)
 
 
 def test_an_engine_that_was_killed_finds_everything_again(served: Served) -> None:
