@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.kernels.device_source import Launch, Runner
+from pion_vllm_mlx.kernels.device_source import Kind, Launch, Runner, kind_of
 from pion_vllm_mlx.kernels.problem import (
     Affine,
     Array,
@@ -31,11 +31,11 @@ from pion_vllm_mlx.kernels.problem import (
 
 MANY_ROWS = 16  # query rows of a tile of many_rows
 _SIMD = 32
-_STEP = 32  # parts begin at multiples of this many keys
+_STEP = 64  # parts begin at multiples of this many keys
 _MIN_TABLE = 8  # a shorter table would lie in another address space
 
 Inputs = tuple[tuple[str, Array], ...]
-Defines = tuple[tuple[str, str], ...]
+Outputs = tuple[tuple[str, tuple[int, ...], Kind], ...]
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,9 @@ class DeviceKernels(Kernels):
         num_blocks = int(job.blocks.shape[0])
         tail = job.prefix.num_tokens - job.tail_start
         if num_blocks == 0:  # nothing but the tail, which is a run
-            dense = DenseJob(job.q[:, None, :], job.prefix, job.head_map, job.tail_start, job.suffix)
+            dense = DenseJob(
+                job.q[:, None, :], job.prefix, job.head_map, job.tail_start, job.suffix
+            )
             return self.attend(dense)
         return self._attend(
             _Query(
@@ -186,6 +188,7 @@ class DeviceKernels(Kernels):
         num_blocks = (prefix.num_tokens - start) // block_tokens
         quest = selector == "quest"
         shape = (heads, num_blocks, dim)
+        outputs: Outputs = (("high", shape, "f32"), ("low", shape, "f32"))
         found = self.runner.run(
             Launch(
                 "block_statistics",
@@ -196,11 +199,14 @@ class DeviceKernels(Kernels):
                 ),
                 (("D", dim),),
                 (
-                    ("params", self._params(prefix, start, (1, 1, 0), (0, 1, 0, block_tokens, num_blocks))),
+                    (
+                        "params",
+                        self._params(prefix, start, (1, 1, 0), (0, 1, 0, block_tokens, num_blocks)),
+                    ),
                     *_side_inputs("key", prefix.keys),
                     *self._table(prefix),
                 ),
-                (("high", shape, "f32"), ("low", shape, "f32"))[: 2 if quest else 1],
+                outputs if quest else outputs[:1],
                 (num_blocks, heads, 1),
                 _SIMD,
             )
@@ -281,9 +287,12 @@ class DeviceKernels(Kernels):
         if not many:
             template = (
                 *(("D", dim), ("R", rows), ("LANES", lanes)),
-                *(("SIMDGROUPS", dialect.simdgroups), ("UNROLL", dialect.unroll)),
+                *(
+                    ("SIMDGROUPS", dialect.simdgroups),
+                    ("UNROLL", self._unroll(rows, query.prefix.keys)),
+                ),
             )
-        shape = (heads, num_queries, parts.total, dim)
+        shape: tuple[int, ...] = (heads, num_queries, parts.total, dim)
         if parts.total == 1:
             shape = (heads, num_queries, dim)
         suffix = query.suffix
@@ -334,9 +343,18 @@ class DeviceKernels(Kernels):
     def _rows(self, quads: int, per_head: int, tokens: int) -> int:
         """Rows of a tile of few_rows; a list of tokens belongs to one head."""
         rows = 1
-        while tokens != 1 and rows < min(per_head, 4) and 2 * rows * quads <= self.runner.dialect.row_quads:
+        while (
+            tokens != 1
+            and rows < min(per_head, 4)
+            and 2 * rows * quads <= self.runner.dialect.row_quads
+        ):
             rows *= 2
         return rows
+
+    def _unroll(self, rows: int, side: Side) -> int:
+        """Keys of a thread under way at once: the fewer, the more registers rows and values take."""
+        width = 2 if not isinstance(side, Affine) and kind_of(side) == "f32" else 1
+        return max(1, min(4, self.runner.dialect.unroll // (rows * width)))
 
     def _parts(self, num_tiles: int, query: _Query) -> _Parts:
         dialect = self.runner.dialect

@@ -48,7 +48,8 @@ class Dialect:
 
     ``row_quads``: quads of values of all rows of a tile that one thread may keep;
     ``few_rows``: query rows of a KV head up to which keys are split over threads, not rows;
-    ``threadgroups``: how many a launch should have; ``part_keys``: the fewest keys of a part.
+    ``threadgroups``: how many a launch should have; ``part_keys``: the fewest keys of a part;
+    ``unroll``: keys of a thread that are under way at once, for one row of 16 bits.
     """
 
     name: Literal["metal", "cuda"]
@@ -56,13 +57,13 @@ class Dialect:
     row_quads: int
     few_rows: int
     threadgroups: int
+    unroll: int
     part_keys: int = 64
     simdgroups: int = 4
-    unroll: int = 2
 
 
-METAL = Dialect("metal", "metal", row_quads=8, few_rows=8, threadgroups=256)
-CUDA = Dialect("cuda", "cu", row_quads=16, few_rows=16, threadgroups=396)
+METAL = Dialect("metal", "metal", row_quads=8, few_rows=8, threadgroups=256, unroll=4)
+CUDA = Dialect("cuda", "cu", row_quads=16, few_rows=16, threadgroups=396, unroll=8)
 
 
 @dataclass(frozen=True)

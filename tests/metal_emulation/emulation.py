@@ -13,8 +13,10 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -36,23 +38,32 @@ from pion_vllm_mlx.kernels.device_source import (
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 _FLAGS = ("-std=c++17", "-fPIC", "-fno-strict-aliasing", "-fno-gnu-unique", "-ffp-contract=off")
-# Instrumented, but linked without the sanitizer: runtime.cpp has the functions it calls.
+# Instrumented, but linked without the sanitizers: runtime.cpp has the functions they call.
 _KERNEL_FLAGS = (
-    *("-O1", "-g1", "-fsanitize=thread", "-fno-exceptions", "-fvisibility=hidden"),
+    *("-Og", "-g1", "-fsanitize=thread", "-fno-exceptions", "-fvisibility=hidden"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-parameter"),
-    *("-Wno-maybe-uninitialized", "-Wno-unused-variable", "-Wno-tsan"),
+    *("-Wno-maybe-uninitialized", "-Wno-unused-variable", "-Wno-unused-but-set-variable"),
+    "-fsanitize=alignment",
 )
 _LINK_FLAGS = ("-shared", "-nostartfiles", "-nodefaultlibs")
 _ERROR_BYTES = 1000
 
 _TYPES: dict[str, dict[Kind, str]] = {
     "metal": {
-        **{"f32": "float", "f16": "half", "bf16": "bfloat16_t"},
-        **{"i32": "int", "u32": "uint", "u8": "uchar"},
+        "f32": "float",
+        "f16": "half",
+        "bf16": "bfloat16_t",
+        "i32": "int",
+        "u32": "uint",
+        "u8": "uchar",
     },
     "cuda": {
-        **{"f32": "float", "f16": "__half", "bf16": "__nv_bfloat16"},
-        **{"i32": "int32_t", "u32": "uint32_t", "u8": "uint8_t"},
+        "f32": "float",
+        "f16": "__half",
+        "bf16": "__nv_bfloat16",
+        "i32": "int32_t",
+        "u32": "uint32_t",
+        "u8": "uint8_t",
     },
 }
 _NUMPY: dict[Kind, Any] = {"f32": np.float32, "i32": np.int32}
@@ -65,6 +76,8 @@ _POSITIONS = {
     "thread_index_in_simdgroup": "t->index % 32",
     "simdgroup_index_in_threadgroup": "t->index / 32",
 }
+# Its own reads, of the launch's arguments, are not watched.
+_ENTRY = '__attribute__((visibility("default"), no_sanitize_thread))'
 _EXPORTS = """
 extern char __ehdr_start[] __attribute__((visibility("hidden")));
 extern char __bss_start[] __attribute__((visibility("hidden")));
@@ -115,7 +128,9 @@ def program(dialect: Dialect, signature: Signature, number: int, texts: tuple[st
         f"const {space.get('constant' if small else 'device', '')} {types[kind]}* {name}"
         for name, kind, small in signature.inputs
     ]
-    outputs = [f"{space.get('device', '')} {types[kind]}* {name}" for name, kind in signature.outputs]
+    outputs = [
+        f"{space.get('device', '')} {types[kind]}* {name}" for name, kind in signature.outputs
+    ]
     kinds = [kind for _, kind, _ in signature.inputs] + [kind for _, kind in signature.outputs]
     arguments = [f"static_cast<{types[kind]}*>(a[{i}])" for i, kind in enumerate(kinds)]
     parameters = inputs + outputs
@@ -136,7 +151,7 @@ def program(dialect: Dialect, signature: Signature, number: int, texts: tuple[st
         f"namespace kernel_{number} {{\n{texts[0]}\n"
         f"{lead}void kernel({', '.join(parameters)}) {{\n{constants}{texts[1]}\n}}\n}}\n"
         f'#line 1 "entry"\n'
-        f'extern "C" __attribute__((visibility("default"), no_sanitize_thread)) void entry_{number}(void** a) {{\n'
+        f'extern "C" {_ENTRY} void entry_{number}(void** a) {{\n'
         "const emulation::Thread* t = emulation::emulation_thread(); static_cast<void>(t);\n"
         f"kernel_{number}::{call}({', '.join(arguments)});\n}}\n{undefine}"
     )
@@ -144,15 +159,13 @@ def program(dialect: Dialect, signature: Signature, number: int, texts: tuple[st
 
 def product_texts(dialect: Dialect, signature: Signature) -> tuple[str, str]:
     """Header and body as mlx gets them, with marks of the files' lines in between."""
-    own = text_of(dialect, signature.kernel)
-    own_header = own.partition(BODY_MARK)[0]
-    shared = header(dialect, signature).removesuffix(own_header)
-    macros = len(signature.defines)
-    lines = own_header.count("\n") + 2
+    own = text_of(dialect, signature.kernel).partition(BODY_MARK)[0]
+    shared = text_of(dialect, "rows")
+    macros = header(dialect, signature).removesuffix(f"{shared}\n{own}")
     name = f"{signature.kernel}.{dialect.suffix}"
     return (
-        f'#line {1 - macros + 10000} "rows.{dialect.suffix}"\n{shared}#line 1 "{name}"\n{own_header}',
-        f'#line {lines} "{name}"\n{body(dialect, signature)}',
+        f'{macros}#line 1 "rows.{dialect.suffix}"\n{shared}\n#line 1 "{name}"\n{own}',
+        f'#line {own.count(chr(10)) + 2} "{name}"\n{body(dialect, signature)}',
     )
 
 
@@ -209,20 +222,34 @@ class Library:
         return " in ".join(kept) or found.strip()
 
 
+def _execute(*arguments: str) -> None:
+    assert COMPILER is not None
+    done = subprocess.run([COMPILER, *arguments], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CompileFault(done.stderr[:4000])
+
+
+@lru_cache(maxsize=1)
+def _runtime() -> ctypes.CDLL:
+    """The runtime, once a process: every library of kernels finds its functions there."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "runtime.so"
+        flags = ("-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-o", str(path))
+        _execute(*_FLAGS, *flags, str(HERE / "runtime.cpp"))
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
 class Compiler:
-    """Compiles programs into a folder, the runtime first."""
+    """Compiles programs into a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._count = 0
-        runtime = folder / "runtime.so"
-        self._execute(
-            *(*_FLAGS, "-O2", "-Wall", "-Wextra", "-Werror", "-shared"),
-            *("-o", str(runtime), str(HERE / "runtime.cpp")),
-        )
-        self._runtime = ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
+        self._runtime = _runtime()
 
-    def compile(self, dialect: Dialect, programs: dict[Any, tuple[Signature, tuple[str, str]]]) -> Library:
+    def compile(
+        self, dialect: Dialect, programs: dict[Any, tuple[Signature, tuple[str, str]]]
+    ) -> Library:
         """One library of programs, each a signature and its texts; raises CompileFault."""
         self._count += 1
         stem = self._folder / f"kernels_{self._count}"
@@ -232,25 +259,22 @@ class Compiler:
             parts.append(program(dialect, signature, numbers[key], texts))
         source = stem.with_suffix(".cpp")
         source.write_text("".join(parts))
-        self._execute(*_FLAGS, *_KERNEL_FLAGS, "-c", "-o", f"{stem}.o", str(source))
-        self._execute(*_LINK_FLAGS, "-o", f"{stem}.so", f"{stem}.o")
+        _execute(*_FLAGS, *_KERNEL_FLAGS, "-c", "-o", f"{stem}.o", str(source))
+        _execute(*_LINK_FLAGS, "-o", f"{stem}.so", f"{stem}.o")
         return Library(stem.with_suffix(".so"), self._runtime, numbers)
-
-    def _execute(self, *arguments: str) -> None:
-        assert COMPILER is not None
-        done = subprocess.run([COMPILER, *arguments], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise CompileFault(done.stderr[:4000])
 
 
 class EmulatedRunner(Runner):
-    """Runs launches of numpy arrays in the emulation; bf16 is uint16, as kernels/problem has it."""
+    """Runs launches of numpy arrays in the emulation; bf16 is uint16, as kernels/problem has it.
+
+    ``mutate``, where a test sets it, changes header and body before they are compiled.
+    """
 
     def __init__(self, dialect: Dialect, compiler: Compiler) -> None:
         self.dialect = dialect
         self._compiler = compiler
         self._libraries: dict[Signature, Library] = {}
-        self.launches: list[Launch] = []
+        self.mutate: Callable[[tuple[str, str]], tuple[str, str]] | None = None
 
     def prepare(self, signatures: Iterable[Signature]) -> None:
         """Compile what is to run, on all processors."""
@@ -265,7 +289,9 @@ class EmulatedRunner(Runner):
         """Outputs of a launch; what it does not write stays NaN or -1."""
         signature = launch.signature()
         self.prepare([signature])
-        outputs = [np.full(shape, -1, np.int32).view(_NUMPY[kind]) for _, shape, kind in launch.outputs]
+        outputs = [
+            np.full(shape, -1, np.int32).view(_NUMPY[kind]) for _, shape, kind in launch.outputs
+        ]
         self._libraries[signature].run(signature, launch, outputs)
         return list(outputs)
 
@@ -274,8 +300,11 @@ class EmulatedRunner(Runner):
         return values
 
     def _library(self, signatures: Sequence[Signature]) -> Library:
-        texts = {one: (one, product_texts(self.dialect, one)) for one in signatures}
-        return self._compiler.compile(self.dialect, texts)
+        texts = {one: product_texts(self.dialect, one) for one in signatures}
+        if self.mutate is not None:
+            texts = {one: self.mutate(text) for one, text in texts.items()}
+        programs = {one: (one, text) for one, text in texts.items()}
+        return self._compiler.compile(self.dialect, programs)
 
 
 class Recorder(Runner):

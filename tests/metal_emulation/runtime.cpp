@@ -109,6 +109,8 @@ void fail_access(const void* pc, const void* other, const char* what) {
 void run_fiber() {
   machine.entry(machine.arguments);
   machine.current->state = State::finished;
+  machine.current->file = "";
+  machine.current->line = 0;
   leave();
 }
 
@@ -184,14 +186,12 @@ std::string nearest(const char* address) {
   return "";
 }
 
-void check(const void* where, std::size_t size, bool is_write, bool aligned, const void* pc) {
+void check(const void* where, std::size_t size, bool is_write, const void* pc) {
   if (!machine.current) return;
   const char* address = static_cast<const char*>(where);
   const std::size_t number = machine.current - machine.fibers.data();
   const char* stack = machine.stacks + number * kStackBytes;
   if (address >= stack && address + size <= stack + kStackBytes) return;
-  if (aligned && size <= 16 && reinterpret_cast<std::uintptr_t>(address) % size != 0)
-    fail_access(pc, nullptr, "misaligned access");
   for (const Buffer& buffer : machine.buffers) {
     if (address < buffer.begin || address + size > buffer.begin + buffer.size) continue;
     if (is_write != (buffer.is_output != 0))
@@ -295,6 +295,8 @@ void prepare(const unsigned* size, const unsigned* num, unsigned x, unsigned y, 
                           i};
     fiber.state = State::ready;
     fiber.started = false;
+    fiber.file = "";
+    fiber.line = 0;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = machine.stacks + i * kStackBytes;
     fiber.context.uc_stack.ss_size = kStackBytes;
@@ -387,30 +389,28 @@ void emulation_simd_barrier(const char* file, int line) {
   wait(State::at_exchange, file, line);
 }
 
-#define ACCESS(bytes)                                                                   \
-  void __tsan_read##bytes(void* p) {                                                    \
-    check(p, bytes, false, true, __builtin_return_address(0));                          \
-  }                                                                                     \
-  void __tsan_write##bytes(void* p) {                                                   \
-    check(p, bytes, true, true, __builtin_return_address(0));                           \
-  }                                                                                     \
-  void __tsan_unaligned_read##bytes(void* p) {                                          \
-    check(p, bytes, false, false, __builtin_return_address(0));                         \
-  }                                                                                     \
-  void __tsan_unaligned_write##bytes(void* p) {                                         \
-    check(p, bytes, true, false, __builtin_return_address(0));                          \
-  }
-ACCESS(1)
-ACCESS(2)
-ACCESS(4)
-ACCESS(8)
-ACCESS(16)
+#define ACCESS(name, bytes, is_write) \
+  void name(void* p) { check(p, bytes, is_write, __builtin_return_address(0)); }
+#define ACCESSES(bytes)                                 \
+  ACCESS(__tsan_read##bytes, bytes, false)              \
+  ACCESS(__tsan_write##bytes, bytes, true)              \
+  ACCESS(__tsan_unaligned_read##bytes, bytes, false)    \
+  ACCESS(__tsan_unaligned_write##bytes, bytes, true)
+ACCESSES(1)
+ACCESSES(2)
+ACCESSES(4)
+ACCESSES(8)
+ACCESSES(16)
 
 void __tsan_read_range(void* p, std::size_t size) {
-  check(p, size, false, false, __builtin_return_address(0));
+  check(p, size, false, __builtin_return_address(0));
 }
 void __tsan_write_range(void* p, std::size_t size) {
-  check(p, size, true, false, __builtin_return_address(0));
+  check(p, size, true, __builtin_return_address(0));
+}
+// -fsanitize=alignment: a vector is read or written where it may not lie.
+void __ubsan_handle_type_mismatch_v1(void*, void*) {
+  fail_access(__builtin_return_address(0), nullptr, "misaligned access");
 }
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}

@@ -70,7 +70,6 @@ void visit_tiles(thread RowGroup<D, SLICE>& rows, Tile tile, Tile query_tile, Ti
       }
     }
     weigh<D, SLICE, CAUSAL>(rows, score, weights, base + lane, end, simdgroup, lane);
-    simdgroup_barrier(mem_flags::mem_threadgroup);
 #pragma unroll
     for (int slice = 0; slice < D; slice += SLICE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile of keys is no longer read
@@ -85,7 +84,6 @@ void visit_tiles(thread RowGroup<D, SLICE>& rows, Tile tile, Tile query_tile, Ti
         }
       }
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
   }
 }
 

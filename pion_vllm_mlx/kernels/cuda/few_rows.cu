@@ -1,0 +1,227 @@
+// Attention of a few query rows (single query, grouped heads, short suffixes) to one part of the
+// keys. LANES threads share a key, so a warp holds 32 / LANES keys at once; all R rows of the tile
+// use a key while it is in registers, and the values of a key are on their way before its score.
+//
+// Grid: (tiles, splits) blocks of SIMDGROUPS warps. tiles i32 [tiles, 1 + R]: a KV head and the
+// query rows that read it, -1 for none. Out: part_out f32 [rows, splits, D] and part_lse f32
+// [rows, splits], natural log.
+
+template <int R, int COUNT>
+struct Rows {
+  float q[R][COUNT];  // scaled, in units of log 2
+  float acc[R][COUNT];
+  float top[R];
+  float sum[R];
+  int limit[R];  // the last key of a causal region that the row sees
+};
+
+// Value i of a thread is dimension dimension(i, part): WIDTH neighbours, then the next thread's.
+template <int LANES, int WIDTH>
+__device__ inline int dimension(int i, int part) {
+  return (i / WIDTH * LANES + part) * WIDTH + i % WIDTH;
+}
+
+// Visits keys [begin, end); every thread of the warp takes part in every step.
+template <int R, int COUNT, int LANES, int WIDTH, int UNROLL, bool CAUSAL, typename Keys,
+          typename Values, typename Tokens, typename Layout>
+__device__ inline void visit(Rows<R, COUNT>& rows, Keys keys, Values values, Tokens tokens,
+                             Layout layout, int begin, int end, int stride, int lane) {
+  constexpr int SLOTS = 32 / LANES;
+  constexpr int LOADS = COUNT / WIDTH;
+  const int slot = lane / LANES;
+  const int part = lane % LANES;
+  for (int base = begin; base < end; base += stride) {
+    typename Keys::template Raw<WIDTH> key[UNROLL][LOADS];
+    typename Values::template Raw<WIDTH> value[UNROLL][LOADS];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const int i = base + u * SLOTS + slot;
+      const Row row = layout.row(tokens.token(i < end ? i : end - 1));
+#pragma unroll
+      for (int c = 0; c < LOADS; ++c) {
+        const int d = (c * LANES + part) * WIDTH;
+        key[u][c] = keys.template fetch<WIDTH>(row, d);
+        value[u][c] = values.template fetch<WIDTH>(row, d);
+      }
+    }
+    float score[R][UNROLL];
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+      for (int r = 0; r < R; ++r) score[r][u] = 0.0f;
+#pragma unroll
+      for (int c = 0; c < LOADS; ++c) {
+        float k[WIDTH];
+        Keys::template expand<WIDTH>(key[u][c], k);
+#pragma unroll
+        for (int e = 0; e < WIDTH; ++e) {
+#pragma unroll
+          for (int r = 0; r < R; ++r) score[r][u] += rows.q[r][c * WIDTH + e] * k[e];
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      float top = rows.top[r];
+      bool seen[UNROLL];
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        const int i = base + u * SLOTS + slot;
+#pragma unroll
+        for (int hop = 1; hop < LANES; hop *= 2) {
+          score[r][u] += __shfl_xor_sync(kAll, score[r][u], hop);
+        }
+        seen[u] = i < end && (!CAUSAL || i <= rows.limit[r]);
+        if (seen[u]) top = fmaxf(top, score[r][u]);
+      }
+      const float fade = exp2f(rows.top[r] - top);
+      rows.top[r] = top;
+      rows.sum[r] *= fade;
+#pragma unroll
+      for (int i = 0; i < COUNT; ++i) rows.acc[r][i] *= fade;
+#pragma unroll
+      for (int u = 0; u < UNROLL; ++u) {
+        score[r][u] = seen[u] ? exp2f(score[r][u] - top) : 0.0f;
+        rows.sum[r] += score[r][u];
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+      for (int c = 0; c < LOADS; ++c) {
+        float v[WIDTH];
+        Values::template expand<WIDTH>(value[u][c], v);
+#pragma unroll
+        for (int e = 0; e < WIDTH; ++e) {
+#pragma unroll
+          for (int r = 0; r < R; ++r) rows.acc[r][c * WIDTH + e] += score[r][u] * v[e];
+        }
+      }
+    }
+  }
+}
+
+// Reads the rows of a tile; a missing row stays zero.
+template <int R, int COUNT, int LANES, int WIDTH, int D, typename T>
+__device__ inline void start_rows(Rows<R, COUNT>& rows, const T* queries, const int* row_ids,
+                                  const int* params, int part) {
+  const float scale = kLog2E / sqrtf(float(D));
+  const int causal = params[kSuffix] - params[kQueries];
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    const int row = row_ids[r];
+    rows.top[r] = kLowest;
+    rows.sum[r] = 0.0f;
+    rows.limit[r] = (causal > 0 ? causal : 0) + (row < 0 ? 0 : row % params[kQueries]);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      rows.acc[r][i] = 0.0f;
+      const int d = dimension<LANES, WIDTH>(i, part);
+      rows.q[r][i] = row < 0 ? 0.0f : as_float(queries[Row(row) * D + d]) * scale;
+    }
+  }
+}
+
+// Adds up what the slots of a warp found, and leaves it in the block's shared memory.
+template <int R, int COUNT, int LANES, int WIDTH, int D>
+__device__ inline void gather_slots(const Rows<R, COUNT>& rows, float* acc, float* tops,
+                                    float* sums, int warp, int lane) {
+#pragma unroll
+  for (int r = 0; r < R; ++r) {
+    float top = rows.top[r];
+#pragma unroll
+    for (int hop = LANES; hop < 32; hop *= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, hop));
+    const float fade = exp2f(rows.top[r] - top);
+    float sum = rows.sum[r] * fade;
+#pragma unroll
+    for (int hop = LANES; hop < 32; hop *= 2) sum += __shfl_xor_sync(kAll, sum, hop);
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      float value = rows.acc[r][i] * fade;
+#pragma unroll
+      for (int hop = LANES; hop < 32; hop *= 2) value += __shfl_xor_sync(kAll, value, hop);
+      if (lane < LANES) acc[(warp * R + r) * D + dimension<LANES, WIDTH>(i, lane)] = value;
+    }
+    if (lane == 0) {
+      tops[warp * R + r] = top;
+      sums[warp * R + r] = sum;
+    }
+  }
+}
+
+//// body
+constexpr int COUNT = D / LANES;
+constexpr int SLOTS = 32 / LANES;
+__shared__ float group_acc[SIMDGROUPS * R * D];
+__shared__ float group_top[SIMDGROUPS * R];
+__shared__ float group_sum[SIMDGROUPS * R];
+
+const int lane = int(threadIdx.x % 32);
+const int warp = int(threadIdx.x / 32);
+const int split = int(blockIdx.y);
+const int first = int(blockIdx.x) * (R + 1);
+const int head = tiles[first];
+const int chunk = params[kChunk];
+const int step = SLOTS * UNROLL;
+const int stride = SIMDGROUPS * step;
+
+#if PAGED
+const Paged layout{table, params[kNumHeads], head, params[kStride]};
+#else
+const Contiguous layout{Row(head) * params[kStride]};
+#endif
+#if TOKENS == 1
+const int visible = counts[tiles[first + 1]];
+const Listed tokens{indices + Row(tiles[first + 1]) * params[kListWidth]};
+#elif TOKENS == 2
+const int in_blocks = params[kNumBlocks] * params[kBlockTokens];
+const int tail_tokens = (params[kTokens] - params[kStart]) % params[kBlockTokens];
+const int visible = in_blocks + tail_tokens;
+const Blocks tokens{blocks, params[kBlockTokens], params[kStart], in_blocks,
+                    params[kTokens] - tail_tokens};
+#else
+const int visible = params[kTokens] - params[kStart];
+const Run tokens{params[kStart]};
+#endif
+
+Rows<R, COUNT> rows;
+if (split < params[kPrefixSplits]) {
+  constexpr int WIDTH = decltype(KEYS)::template width<COUNT>();
+  start_rows<R, COUNT, LANES, WIDTH, D>(rows, queries, tiles + first + 1, params, lane % LANES);
+  const int begin = split * chunk;
+  const int end = ::min(begin + chunk, visible);
+  visit<R, COUNT, LANES, WIDTH, UNROLL, false>(rows, KEYS, VALUES, tokens, layout,
+                                               begin + warp * step, end, stride, lane);
+  gather_slots<R, COUNT, LANES, WIDTH, D>(rows, group_acc, group_top, group_sum, warp, lane);
+}
+#if SUFFIX
+else {
+  constexpr int WIDTH = decltype(plain<D>(suffix_keys))::template width<COUNT>();
+  start_rows<R, COUNT, LANES, WIDTH, D>(rows, queries, tiles + first + 1, params, lane % LANES);
+  const int begin = (split - params[kPrefixSplits]) * chunk;
+  const int end = ::min(begin + chunk, params[kSuffix]);
+  visit<R, COUNT, LANES, WIDTH, 1, true>(rows, plain<D>(suffix_keys), plain<D>(suffix_values),
+                                         Run{0}, Contiguous{Row(head) * params[kSuffix]},
+                                         begin + warp * SLOTS, end, SIMDGROUPS * SLOTS, lane);
+  gather_slots<R, COUNT, LANES, WIDTH, D>(rows, group_acc, group_top, group_sum, warp, lane);
+}
+#endif
+__syncthreads();
+
+for (int i = int(threadIdx.x); i < R * D; i += SIMDGROUPS * 32) {
+  const int r = i / D;
+  const int row = tiles[first + 1 + r];
+  if (row < 0) continue;
+  float top = kLowest;
+  for (int s = 0; s < SIMDGROUPS; ++s) top = fmaxf(top, group_top[s * R + r]);
+  float sum = 0.0f;
+  float acc = 0.0f;
+  for (int s = 0; s < SIMDGROUPS; ++s) {
+    const float weight = exp2f(group_top[s * R + r] - top);
+    sum += group_sum[s * R + r] * weight;
+    acc += group_acc[(s * R + r) * D + i % D] * weight;
+  }
+  const Row part = Row(row) * params[kSplits] + split;
+  part_out[part * D + i % D] = sum == 0.0f ? 0.0f : acc / sum;
+  if (i % D == 0) part_lse[part] = sum == 0.0f ? -infinity() : (top + log2f(sum)) * kLn2;
+}

@@ -1,0 +1,94 @@
+"""The CUDA texts compute what the specification says: in the host emulation, and on a device.
+
+The same cases as the Metal texts have.  Without g++ or without a CUDA device the one or the other
+is skipped.  ``--long`` runs every combination that makes another program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pion_vllm_mlx.kernels import reference, transfer
+from pion_vllm_mlx.kernels.api import Affine, Prefix, Suffix
+from pion_vllm_mlx.kernels.cuda_kernels import CudaKernels
+from pion_vllm_mlx.kernels.device_source import CUDA
+from pion_vllm_mlx.kernels.problem import DenseJob
+from tests.kernels import cases, device_cases, emulated
+from tests.kernels.device_cases import Bench
+from tests.metal_emulation.emulation import COMPILER
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    device_cases.parametrize(metafunc)
+
+
+def moved(given: Any) -> Any:
+    """A host array, prefix or suffix as mlx's."""
+    if isinstance(given, Prefix):
+        return Prefix(moved(given.keys), moved(given.values), given.num_tokens, given.table)
+    if isinstance(given, Suffix):
+        return Suffix(moved(given.keys), moved(given.values))
+    if isinstance(given, Affine):
+        arrays = (transfer.to_mlx(array) for array in (given.codes, given.scales, given.biases))
+        return Affine(*arrays, given.bits, given.group)
+    return None if given is None else transfer.to_mlx(given)
+
+
+@pytest.fixture(scope="module", params=["emulated", "device"])
+def cuda(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    if request.param == "emulated":
+        if COMPILER is None:
+            pytest.skip("needs g++")
+        folder = tmp_path_factory.mktemp("cuda")
+        return emulated.bench(CUDA, request.session.items, __name__, folder)
+    kernels = CudaKernels()
+    reason = kernels.unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    back: Callable[[Any], Any] = transfer.to_host
+    return Bench(kernels, moved, back)
+
+
+def test_dense_and_fused(cuda: Bench, dense: dict[str, Any], rng: np.random.Generator) -> None:
+    cuda.dense(dense, rng)
+
+
+def test_listed_tokens(cuda: Bench, sparse: dict[str, Any], rng: np.random.Generator) -> None:
+    cuda.sparse(sparse, rng)
+
+
+def test_blocks(cuda: Bench, blocks: dict[str, Any], rng: np.random.Generator) -> None:
+    cuda.blocks(blocks, rng)
+
+
+@pytest.mark.parametrize("num_queries", [1, 17])
+def test_a_nan_in_q_stays_in_its_row(
+    cuda: Bench, num_queries: int, rng: np.random.Generator
+) -> None:
+    row = device_cases.dense_row(head_map="groups of 4", num_queries=num_queries, num_suffix=3)
+    job = device_cases.dense_job(row, rng)
+    job.q[2, num_queries - 1, 7] = np.nan
+    found = cuda.attended(cuda.kernels.attend, job)
+    assert np.isnan(found.out[2, num_queries - 1]).all()
+    assert np.isnan(found.out).sum() == found.out.shape[-1]
+    device_cases.assert_close(found, reference.attend(job))
+
+
+def test_equal_scores_and_nans_are_ranked_as_specified(cuda: Bench) -> None:
+    scores = np.array([1, 3, np.nan, 3, 2, 3, -np.inf, 3, np.nan, -np.inf], np.float32)
+    for top in range(1, len(scores) + 1):
+        found = cuda.back(cuda.kernels.top_blocks(cuda.to(scores), top))
+        assert found.tolist() == reference.top_blocks(scores, top).tolist()
+
+
+def test_long_prefixes_are_cut_into_parts_and_merged(cuda: Bench, rng: np.random.Generator) -> None:
+    head_map = np.array([0, 0, 1, 1], np.uint8)
+    for num_queries in (1, 9):
+        q = cases.values(rng, (4, num_queries, 64), "fp16")
+        job = DenseJob(q, cases.prefix(rng, (2, 5000, 64), "bf16"), head_map, 3)
+        found = cuda.attended(cuda.kernels.attend, job)
+        device_cases.assert_close(found, reference.attend(job))

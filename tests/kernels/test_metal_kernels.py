@@ -1,0 +1,174 @@
+"""The Metal texts compute what the specification says, in the host emulation.
+
+Pairwise combinations of shapes and types; ``--long`` runs every combination that makes another
+program.  Values are new each run, outputs and threadgroup memory are poisoned.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pion_vllm_mlx.kernels import reference
+from pion_vllm_mlx.kernels.device_kernels import DeviceKernels
+from pion_vllm_mlx.kernels.device_source import METAL, SMALL_INPUT
+from pion_vllm_mlx.kernels.problem import DenseJob
+from tests.kernels import cases, device_cases, emulated
+from tests.kernels.device_cases import Bench
+from tests.metal_emulation.emulation import (
+    COMPILER,
+    Compiler,
+    EmulatedRunner,
+    KernelFault,
+    Recorder,
+    product_texts,
+)
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+
+THREADGROUP_BYTES = 32 * 1024
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    device_cases.parametrize(metafunc)
+
+
+@pytest.fixture(scope="module")
+def metal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    folder = tmp_path_factory.mktemp("metal")
+    return emulated.bench(METAL, request.session.items, __name__, folder)
+
+
+def test_dense_and_fused(metal: Bench, dense: dict[str, Any], rng: np.random.Generator) -> None:
+    metal.dense(dense, rng)
+
+
+def test_listed_tokens(metal: Bench, sparse: dict[str, Any], rng: np.random.Generator) -> None:
+    metal.sparse(sparse, rng)
+
+
+def test_blocks(metal: Bench, blocks: dict[str, Any], rng: np.random.Generator) -> None:
+    metal.blocks(blocks, rng)
+
+
+@pytest.mark.parametrize("num_queries", [1, 5])
+def test_a_nan_in_q_stays_in_its_row(
+    metal: Bench, num_queries: int, rng: np.random.Generator
+) -> None:
+    row = device_cases.dense_row(head_map="groups of 4", num_queries=num_queries, num_suffix=3)
+    job = device_cases.dense_job(row, rng)
+    job.q[2, num_queries - 1, 7] = np.nan
+    found = metal.attended(metal.kernels.attend, job)
+    expected = reference.attend(job)
+    assert np.isnan(found.out[2, num_queries - 1]).all()
+    assert np.isnan(found.out).sum() == found.out.shape[-1]
+    assert np.isnan(found.lse).sum() == 1
+    device_cases.assert_close(found, expected)
+
+
+def test_a_head_of_q_that_is_not_finite_decides_no_block(
+    metal: Bench, rng: np.random.Generator
+) -> None:
+    prefix = cases.prefix(rng, (2, 130, 64), "fp16")
+    q, head_map = cases.values(rng, (4, 64), "fp32"), np.array([0, 0, 1, 1], np.uint8)
+    q[1, 3], q[2, 60] = np.nan, np.inf
+    for selector in ("mean", "quest"):
+        made = metal.kernels.block_statistics(prefix, 16, 5, selector)  # type: ignore[arg-type]
+        scores = metal.kernels.block_scores(q, made, head_map)
+        np.testing.assert_allclose(
+            scores, reference.block_scores(q, made, head_map), atol=1e-4, rtol=1e-5
+        )
+
+
+def test_equal_scores_and_nans_are_ranked_as_specified(metal: Bench) -> None:
+    scores = np.array([1, 3, np.nan, 3, 2, 3, -np.inf, 3, np.nan, -np.inf], np.float32)
+    for top in range(1, len(scores) + 1):
+        found = metal.kernels.top_blocks(scores, top)
+        assert found.tolist() == reference.top_blocks(scores, top).tolist()
+
+
+def test_large_scores_do_not_overflow(metal: Bench, rng: np.random.Generator) -> None:
+    for num_queries in (1, 17):
+        job = device_cases.dense_job(device_cases.dense_row(num_queries=num_queries), rng)
+        found = metal.attended(
+            metal.kernels.attend, DenseJob(job.q * 300, job.prefix, job.head_map)
+        )
+        expected = reference.attend(DenseJob(job.q * 300, job.prefix, job.head_map))
+        np.testing.assert_allclose(found.out, expected.out, atol=2e-3)
+        np.testing.assert_allclose(found.lse, expected.lse, rtol=1e-5)
+
+
+BARRIER = r"(threadgroup|simdgroup)_barrier\(.*?\);"
+BARRIER_ROWS = {
+    "few_rows": device_cases.dense_row(),
+    "many_rows": device_cases.dense_row(num_queries=17),
+}
+
+
+def signature_of(row: dict[str, Any]) -> Any:
+    recorder = Recorder(METAL)
+    kernels = DeviceKernels(recorder)
+    kernels.attend(device_cases.dense_job(row, np.random.default_rng()))
+    return next(s for s in recorder.signatures if s.kernel != "merge")
+
+
+def barriers() -> list[tuple[str, int]]:
+    """(kernel, which) of every barrier of the texts."""
+    found = []
+    for kernel, row in BARRIER_ROWS.items():
+        texts = product_texts(METAL, signature_of(row))
+        found += [(kernel, i) for i in range(len(re.findall(BARRIER, "".join(texts))))]
+    return found
+
+
+@pytest.mark.parametrize(("kernel", "which"), barriers())
+def test_no_barrier_can_be_left_out(
+    kernel: str, which: int, tmp_path: Any, rng: np.random.Generator
+) -> None:
+    row = BARRIER_ROWS[kernel]
+    runner = EmulatedRunner(METAL, Compiler(tmp_path))
+    runner.mutate = lambda texts: without(texts, which)
+    with pytest.raises(KernelFault, match="race: threadgroup memory"):
+        DeviceKernels(runner).attend(device_cases.dense_job(row, rng))
+
+
+def without(texts: tuple[str, str], which: int) -> tuple[str, str]:
+    """Header and body without barrier number ``which``."""
+    number = -1
+
+    def drop(match: re.Match[str]) -> str:
+        nonlocal number
+        number += 1
+        return ";" if number == which else match[0]
+
+    header, body = (re.sub(BARRIER, drop, text) for text in texts)
+    return header, body
+
+
+def test_threadgroup_memory_fits_an_apple_gpu() -> None:
+    for head_dim in cases.HEAD_DIMS:
+        for num_queries in (1, 17):
+            row = device_cases.dense_row(
+                head_dim=head_dim, num_queries=num_queries, head_map="groups of 4"
+            )
+            signature = signature_of(row)
+            names = {**dict(signature.template)}
+            floats = 0
+            body = product_texts(METAL, signature)[1]
+            for size in re.findall(r"threadgroup float \w+\[(.+?)\];", body):
+                floats += eval(size, {}, names)
+            assert 0 < 4 * floats <= THREADGROUP_BYTES, (signature.kernel, names)
+
+
+def test_small_inputs_are_indexed_only(metal: Bench, rng: np.random.Generator) -> None:
+    # mlx puts inputs of fewer than 8 values in another address space: a pointer to one cannot be
+    # handed to a function that takes a device pointer. The texts that do so get longer inputs.
+    pointers = {"queries", "keys", "values", "suffix_keys", "suffix_values", "table", "params"}
+    pointers |= {"rising", "falling", "high", "low"}
+    for row in cases.pairwise(device_cases.DENSE_AXES)[:20]:
+        recorded = signature_of(row)
+        small = {name for name, _, is_small in recorded.inputs if is_small}
+        assert not small & pointers, SMALL_INPUT
