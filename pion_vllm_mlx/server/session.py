@@ -158,6 +158,8 @@ class Server:
         self.memory_limit = MemoryLimit(self.config.maxmemory)
         self.totals = Totals(self.store.state)
         self.store.on_change = self.sessions_changed
+        if self.config.export_dir is None:
+            self.store.space.spare = self._drop_an_export
         if self.keyspace.wal is not None:
             self.store.space.use.logs.append(self.keyspace.wal)
         tenants = self.config.tenants
@@ -179,6 +181,13 @@ class Server:
         for sid in changed - self.store.state.sessions.keys():
             self.directory.prefill_ms.pop(group_of(sid), None)
         self.directory.publish({sid: self.known(sid) for sid in changed})
+
+    def _drop_an_export(self) -> bool:
+        """Delete the oldest exported file, for room; False when there is none."""
+        for key in list(self.exports)[:1]:
+            self.exports.pop(key).path.unlink(missing_ok=True)
+            return True
+        return False
 
     def known(self, sid: bytes) -> Known | None:
         """What other workers are told about a session; None when there is none."""

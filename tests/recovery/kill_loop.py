@@ -51,7 +51,9 @@ class Plan:
             flags += ["-w", str(self.workers), "--independent-workers"]
         if pressure:
             sessions = 5 * self.clients // max(1, self.workers)
-            flags += ["--max-sessions", str(sessions), "--disk-budget", "12m"]
+            # logs and snapshots of each server count
+            budget = 12 + 8 * max(1, self.workers)
+            flags += ["--max-sessions", str(sessions), "--disk-budget", f"{budget}m"]
         return flags
 
 

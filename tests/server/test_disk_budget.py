@@ -165,8 +165,8 @@ def test_plain_keys_make_prefixes_leave_and_are_refused_when_none_is_left(
         wire.ok("SET", "k0", os.urandom(MEGABYTE))
 
 
-def test_an_export_counts(server: RunningServer) -> None:
-    budget = 16 * MEGABYTE
+def test_an_export_counts_and_goes_before_any_prefix(server: RunningServer) -> None:
+    budget = 18 * MEGABYTE
     server.start("--disk-budget", str(budget))
     rows = 4 * MEGABYTE // ROW_BYTES
     with Wire.tcp(server.port) as wire:
@@ -176,5 +176,9 @@ def test_an_export_counts(server: RunningServer) -> None:
         wire.ok("V.STOREBATCH", "c_pv", 0, 0, rows // 4, blob, "FMT", "F16")
         path = wire.ask("V.EXPORT", "c_pk", "c_pv", 0, rows // 4, 1, 1, WIDTH)
         assert isinstance(path, bytes) and Path(path.decode()).exists()
-        assert store(wire, "d", rows, 1) == "OK"
-        assert du(server.dir) <= budget + MEGABYTE
+        assert store(wire, "d", rows - 100, 1) == "OK"
+        assert not Path(path.decode()).exists()
+        assert wire.info("KV.PREFIX.INFO")["vstore_evictions"] == "0"
+        assert du(server.dir) <= budget
+        again = wire.ask("V.EXPORT", "c_pk", "c_pv", 0, 100, 1, 1, WIDTH)
+        assert Path(again.decode()).exists()

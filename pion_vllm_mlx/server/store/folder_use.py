@@ -37,7 +37,7 @@ class FolderUse:
         self.logs: list[Wal] = []
         self._folder, self._worker = folder, worker
         self._seen = float("-inf")
-        self._fixed = self._snapshots = 0
+        self._fixed = self._snapshots = self._most_logged = 0
 
     def look_again(self) -> None:
         """Something was written or deleted: what was seen is old."""
@@ -58,8 +58,10 @@ class FolderUse:
         return sum(log.size for log in self.logs)
 
     def _look(self) -> None:
-        now = time.monotonic()
-        if now - self._seen < FRESH_SECONDS:
+        now, log_bytes = time.monotonic(), self._log_bytes()
+        shorter = log_bytes < self._most_logged  # what a log gave up lies in a snapshot now
+        self._most_logged = log_bytes
+        if now - self._seen < FRESH_SECONDS and not shorter:
             return
         self._seen = now
         logs = {log.path.name for log in self.logs}

@@ -67,8 +67,10 @@ class Saver:
         return any(self._pressing(wal, path) for wal, path in self._pairs())
 
     def behind(self) -> bool:
-        """Whether so much that was evicted lies in logs and snapshots that stores have to wait."""
-        return self._store.space.owed > BUSY_FACTOR * self._store.config.wal_size
+        """Whether a save makes room before anybody has to leave: long logs, much that is owed."""
+        store = self._store
+        logs = store.vstore_wal.size + store.ssm_wal.size
+        return max(logs, store.space.owed) > BUSY_FACTOR * store.config.wal_size
 
     def _pressing(self, wal: Wal, snapshot_path: Path) -> bool:
         size = self._store.config.wal_size

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pion_vllm_mlx.errors import CommandError
@@ -41,7 +41,8 @@ class Space:
     """The segments of a store under its limits; ``disk_budget`` in bytes, 0 = no limit.
 
     ``use``: what counts beside the segments. ``owed``: bytes in logs and snapshots whose
-    prefixes were evicted; the next save gives them back.
+    prefixes were evicted; the next save gives them back. ``spare`` deletes one file that can
+    be made again; False when there is none.
     """
 
     state: State
@@ -51,6 +52,7 @@ class Space:
     max_sessions: int
     pin_limits: PinLimits
     use: FolderUse
+    spare: Callable[[], bool] = lambda: False
     evictions: int = 0
     owed: int = 0
     _granted: int = field(default=0, repr=False)
@@ -94,7 +96,7 @@ class Space:
 
         Raises CommandError when even an empty store would not do.
         """
-        victims = self._victims()
+        victims = self._victims(spared=True) or self._victims(spared=False)
         if not victims or excess > self.disk_bytes() + self.use.of_prefixes():
             raise CommandError("the disk budget does not allow this store")
         effects: list[Record] = []
@@ -122,18 +124,20 @@ class Space:
                 nbytes += sum(blob.length for blob in blobs if isinstance(blob.place, Inline))
         return nbytes
 
-    def _victims(self) -> list[Session]:
+    def _victims(self, spared: bool) -> list[Session]:
         """The first sessions, one a group, whose leaving together frees bytes; oldest first.
 
         One whose rows all lie where prefixes live that leave later stays: it costs nothing.
         It leaves together with the last of those that hold the same bytes. So stays one that
-        holds nothing yet, or is being stored to: nothing would be freed.
+        holds nothing yet, and where ``spared`` one that is being stored to.
         """
         before: dict[bytes, Session] = {}
         with_states = self._with_states()
         for session in self.policy.victims(self.state):
             group = group_of(session.sid)
             if self._frees_nothing(session, group, with_states):
+                continue
+            if spared and any(segment.writers for segment in self.segments.of_group(group)):
                 continue
             before.setdefault(group, session)
             segments = group_segments(self.state, group)
@@ -156,8 +160,6 @@ class Space:
         return found
 
     def _frees_nothing(self, session: Session, group: bytes, with_states: set[bytes]) -> bool:
-        if any(segment.writers for segment in self.segments.of_group(group)):
-            return True
         sides = self.state.sides(group) if group != session.sid else [session]
         return not any(side.layers for side in sides) and group not in with_states
 

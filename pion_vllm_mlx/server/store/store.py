@@ -238,6 +238,9 @@ class Store:
         async with self.write_lock:
             flushed = await self._discard()
             while (excess := self.space.excess(nbytes)) > 0:
+                if self.space.spare():
+                    self.space.use.look_again()
+                    continue
                 if not flushed:
                     raise CommandError("the disk refused to flush the log")
                 flushed = await self._log(self.space.evict_for_bytes(excess))
@@ -246,9 +249,9 @@ class Store:
                 flushed = flushed and await self._discard()
 
     async def _catch_up(self) -> None:
-        """Let the logs give back what was evicted before more of that is evicted."""
+        """Let the logs give back what nobody needs before anything else has to go."""
         async with self._catching_up:
-            if self.saver.behind():
+            if self.config.wal and self.saver.behind():
                 with contextlib.suppress(CommandError):  # then the folder is larger for a while
                     await self.save_in_steps()
 
