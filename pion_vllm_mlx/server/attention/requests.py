@@ -120,6 +120,14 @@ class Dense:
         """With its slot. Raises CommandError where it does not fit."""
         return BoundDense(self, resident.prefix, self.sizes.check(resident))
 
+    def suffix_alone(self) -> tuple[Floats, Floats]:
+        """Output and log-sum-exp over the suffix, of which one query sees all; nothing: 0, -inf."""
+        if self.suffix is None:
+            return np.zeros_like(self.q), np.full(self.q.shape[:2], -np.inf, np.float32)
+        own = api.dense_prefix(self.suffix.keys, self.suffix.values)
+        found = api.attend(self.q, own, self.head_map)
+        return found.out, found.lse
+
     def reply(self, found: api.Attended) -> Arrays:
         """What is sent of a result."""
         trailer = self.with_lse and self.q.shape[1] > 1
@@ -157,21 +165,19 @@ class BoundDense:
         return asked.reply(found)
 
     def together(self, others: Sequence[BoundDense]) -> list[Arrays]:
-        """One pass over the prefix; each suffix is attended for itself and merged."""
-        all_of_us = [self.asked, *(other.asked for other in others)]
-        q = np.concatenate([asked.q for asked in all_of_us], axis=1)
+        """One pass over the prefix for all; each suffix is attended for itself and merged."""
+        everyone = [self.asked, *(other.asked for other in others)]
+        q = np.concatenate([asked.q for asked in everyone], axis=1)
         found = api.attend(q, self.prefix, self.asked.head_map, self.window)
+        if any(asked.suffix for asked in everyone):
+            tails = [asked.suffix_alone() for asked in everyone]
+            outs, lses = (np.concatenate(part, axis=1) for part in zip(*tails, strict=True))
+            found = api.merge([found, api.Attended(outs, lses)])
         replies, at = [], 0
-        for asked in all_of_us:
+        for asked in everyone:
             rows = slice(at, at + asked.q.shape[1])
-            part = api.Attended(
-                np.ascontiguousarray(found.out[:, rows]), np.ascontiguousarray(found.lse[:, rows])
-            )
+            replies.append(asked.reply(api.Attended(found.out[:, rows], found.lse[:, rows])))
             at = rows.stop
-            if asked.suffix is not None:
-                own = api.dense_prefix(asked.suffix.keys, asked.suffix.values)
-                part = api.merge([part, api.attend(asked.q, own, asked.head_map)])
-            replies.append(asked.reply(part))
         return replies
 
 
