@@ -352,7 +352,7 @@ class DeviceKernels(Kernels):
         return rows
 
     def _unroll(self, rows: int, side: Side) -> int:
-        """Keys of a thread under way at once: the fewer, the more registers rows and values take."""
+        """Keys of a thread under way at once: fewer, the more registers the rows take."""
         width = 2 if not isinstance(side, Affine) and kind_of(side) == "f32" else 1
         return max(1, min(4, self.runner.dialect.unroll // (rows * width)))
 

@@ -16,6 +16,7 @@ import pytest
 from pion_vllm_mlx.kernels import reference
 from pion_vllm_mlx.kernels.device_kernels import DeviceKernels
 from pion_vllm_mlx.kernels.problem import (
+    HEAD_DIMS,
     Attended,
     BlocksJob,
     DenseJob,
@@ -27,7 +28,7 @@ from tests.kernels import cases
 CLOSE = 2e-5
 
 _SHARED: dict[str, tuple[Any, ...]] = {
-    "head_dim": cases.HEAD_DIMS,
+    "head_dim": HEAD_DIMS,
     "stored": cases.STORED,
     "page": (None, 16),
     "num_tokens": (1, 33, 64, 130, 300),

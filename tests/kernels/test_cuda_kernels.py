@@ -34,7 +34,7 @@ def moved(given: Any) -> Any:
         return Suffix(moved(given.keys), moved(given.values))
     if isinstance(given, Affine):
         arrays = (transfer.to_mlx(array) for array in (given.codes, given.scales, given.biases))
-        return Affine(*arrays, given.bits, given.group)
+        return Affine(*arrays, bits=given.bits, group=given.group)
     return None if given is None else transfer.to_mlx(given)
 
 

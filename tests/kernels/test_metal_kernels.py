@@ -15,7 +15,7 @@ import pytest
 from pion_vllm_mlx.kernels import reference
 from pion_vllm_mlx.kernels.device_kernels import DeviceKernels
 from pion_vllm_mlx.kernels.device_source import METAL, SMALL_INPUT
-from pion_vllm_mlx.kernels.problem import DenseJob
+from pion_vllm_mlx.kernels.problem import HEAD_DIMS, DenseJob
 from tests.kernels import cases, device_cases, emulated
 from tests.kernels.device_cases import Bench
 from tests.metal_emulation.emulation import (
@@ -76,7 +76,7 @@ def test_a_head_of_q_that_is_not_finite_decides_no_block(
     q, head_map = cases.values(rng, (4, 64), "fp32"), np.array([0, 0, 1, 1], np.uint8)
     q[1, 3], q[2, 60] = np.nan, np.inf
     for selector in ("mean", "quest"):
-        made = metal.kernels.block_statistics(prefix, 16, 5, selector)  # type: ignore[arg-type]
+        made = metal.kernels.block_statistics(prefix, 16, 5, selector)
         scores = metal.kernels.block_scores(q, made, head_map)
         np.testing.assert_allclose(
             scores, reference.block_scores(q, made, head_map), atol=1e-4, rtol=1e-5
@@ -149,7 +149,7 @@ def without(texts: tuple[str, str], which: int) -> tuple[str, str]:
 
 
 def test_threadgroup_memory_fits_an_apple_gpu() -> None:
-    for head_dim in cases.HEAD_DIMS:
+    for head_dim in HEAD_DIMS:
         for num_queries in (1, 17):
             row = device_cases.dense_row(
                 head_dim=head_dim, num_queries=num_queries, head_map="groups of 4"

@@ -179,14 +179,14 @@ class Library:
         self._library = ctypes.CDLL(str(path))
         bounds = (ctypes.c_void_p * 3)()
         self._library.library_range(bounds)
-        self._begin, self._shared_begin, self._shared_end = bounds
+        self._begin, self._shared_begin, self._shared_end = (at or 0 for at in bounds)
 
     def run(self, key: Any, launch: Launch, outputs: Sequence[NDArray[Any]]) -> None:
         """Run a launch into ``outputs``; raises KernelFault."""
         arrays = [np.ascontiguousarray(array) for _, array in launch.inputs] + list(outputs)
         num_inputs = len(launch.inputs)
         buffers = (_Buffer * len(arrays))(
-            *[(a.ctypes.data, a.nbytes, int(i >= num_inputs)) for i, a in enumerate(arrays)]
+            *[_Buffer(a.ctypes.data, a.nbytes, int(i >= num_inputs)) for i, a in enumerate(arrays)]
         )
         arguments = (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
         error = ctypes.create_string_buffer(_ERROR_BYTES)

@@ -176,14 +176,19 @@ void check_shared(const char* address, std::size_t size, bool is_write, const vo
 // " (byte 132 of parameter 3, which has 128)" for an address near a buffer.
 std::string nearest(const char* address) {
   constexpr std::ptrdiff_t kNear = 1 << 20;
+  std::ptrdiff_t least = kNear;
+  std::string found;
   for (const Buffer& buffer : machine.buffers) {
     const std::ptrdiff_t at = address - buffer.begin;
-    if (at < -kNear || at > static_cast<std::ptrdiff_t>(buffer.size) + kNear) continue;
-    const long number = &buffer - machine.buffers.data();
-    return " (byte " + std::to_string(at) + " of parameter " + std::to_string(number) +
-           ", which has " + std::to_string(buffer.size) + ")";
+    const std::ptrdiff_t size = buffer.size;
+    const std::ptrdiff_t distance = at < 0 ? -at : at - size;
+    if (distance >= least) continue;
+    least = distance;
+    found = " (byte " + std::to_string(at) + " of parameter " +
+            std::to_string(&buffer - machine.buffers.data()) + ", which has " +
+            std::to_string(size) + ")";
   }
-  return "";
+  return found;
 }
 
 void check(const void* where, std::size_t size, bool is_write, const void* pc) {

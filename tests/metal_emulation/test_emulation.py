@@ -86,8 +86,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def launch(name: str, given: Values, groups: int = 1) -> Values:
         out = np.full(64, np.nan, np.float32)
-        inputs, outputs = (("inp", given),), (("out", (64,), "f32"),)
-        library.run(name, Launch(name, (), (), inputs, outputs, (groups, 1, 1), 64), [out])
+        launched = Launch(
+            *(name, (), ()), (("inp", given),), (("out", (64,), "f32"),), (groups, 1, 1), 64
+        )
+        library.run(name, launched, [out])
         return out
 
     return launch
