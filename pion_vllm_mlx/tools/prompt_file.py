@@ -18,7 +18,6 @@ import binascii
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from pion_vllm_mlx.cache.slots_state import encode_state
 from pion_vllm_mlx.cache.store_client import StoreClient
 from pion_vllm_mlx.errors import ConfigError, DamagedData, UnsupportedCache
 from pion_vllm_mlx.formats import get_format
+from pion_vllm_mlx.tools.cut_file import cut_short
 from pion_vllm_mlx.tools.store_access import add_url, size_text, store
 
 SUFFIX = ".safetensors"
@@ -166,6 +166,9 @@ def read_file(path: Path) -> tuple[str, CompletionRecord, StoredCache]:
     try:
         cache, metadata = _read(path)
     except _NOT_A_FILE_OF_OURS as error:
+        missing = cut_short(path) if path.is_file() else ""
+        if missing:
+            raise DamagedData(f"{path}: {missing}; copy it whole, or export it again") from error
         raise DamagedData(
             f"{path}: mlx-lm {version('mlx-lm')} does not read it: {error}"
         ) from error
@@ -210,8 +213,7 @@ def _part(stored: StoredCache, run: Run) -> LeafRows:
         first = run.start - rows.start
         if (rows.layer, rows.side) == (run.layer, run.side) and 0 <= first < rows.count:
             if first + run.rows <= rows.count:
-                array = rows.array[:, :, first : first + run.rows, :]
-                return replace(rows, start=run.start, array=array)
+                return rows.part(first, run.rows)
     raise LookupError(f"leaf {run.layer} {run.side}: no rows from token {run.start} on")
 
 

@@ -116,6 +116,22 @@ def test_a_file_that_cannot_be_written_is_named_in_one_line(
     assert f"{file} cannot be written: No such file" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kept", [0, 5, 40, 0.5, -1])
+def test_a_file_that_was_cut_short_is_named_with_what_is_missing(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: float
+) -> None:
+    filled(server, tiny_model("llama"), "ns")
+    file, cut = tmp_path / "a.safetensors", tmp_path / "cut.safetensors"
+    assert cli.main(["export", "ns", str(file), "--url", url(server)]) == 0
+    data = file.read_bytes()
+    cut.write_bytes(data[: int(kept * len(data)) if 0 < kept < 1 else int(kept)])
+    assert cli.main(["import", str(cut), "--url", url(server)]) == 1
+    err = capsys.readouterr().err
+    assert f"{cut}: it is cut short: " in err and "copy it whole, or export it again" in err
+    if kept in (0.5, -1):
+        assert f"{cut.stat().st_size:,} of its {len(data):,} bytes are there" in err
+
+
 def test_a_file_whose_rows_were_changed_is_refused(
     server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
