@@ -54,8 +54,6 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self._drained = asyncio.Event()
         self._drained.set()
         self._task: asyncio.Task[None] | None = None
-        self._replies: list[bytes] = []
-        self._reply_bytes = 0
 
     # -- asyncio's side --------------------------------------------------------
 
@@ -118,9 +116,19 @@ class BinaryConnection(asyncio.BufferedProtocol):
     def _stay(self) -> None:
         """Answer what comes at once, before the event loop looks at the others."""
         parser, linger = self.parser, self._linger
-        while (window := parser.get_buffer()) and (nbytes := linger.receive(window)):
-            parser.buffer_updated(nbytes)
-            if not self._answer_all():
+        window = parser.get_buffer()
+        assert window is not None
+        while nbytes := linger.receive(window):
+            frame = parser.only_frame(nbytes)
+            if frame is None:
+                if not self._answer_all():
+                    break
+                continue
+            reply = self._execute(frame)
+            if not reply:
+                break
+            if rest := linger.send(reply):
+                self._transport.write(rest)
                 break
         self._progress = self._loop.time()
 
@@ -159,26 +167,31 @@ class BinaryConnection(asyncio.BufferedProtocol):
         """
         if self._over:
             return False
+        replies = b""
         try:
             while self._task is None and not self._full:
                 frame = self.parser.next_frame()
                 if frame is None:
                     break
-                self._execute(frame)
+                replies += self._execute(frame)
+                if len(replies) > GATHERED_REPLY_BYTES:
+                    self._transport.write(replies)
+                    replies = b""
         except ProtocolError as error:
             log.debug("%s: %s", self._client.address, error)
-            self._say_goodbye()
+            self._say_goodbye(replies)
             return False
-        if self._replies:
-            self._flush()
+        if replies:
+            self._transport.write(replies)
         if self.parser.mid_frame or not self._reading:
             self._pause_or_resume()
             return False
         return self._task is None and not self._full
 
-    def _say_goodbye(self) -> None:
-        """Nothing more is understood; what came before is answered."""
-        self._flush()
+    def _say_goodbye(self, replies: bytes) -> None:
+        """Nothing more is understood; ``replies`` answer what came before."""
+        if replies:
+            self._transport.write(replies)
         self._over = True
         if not self._reading:
             self._reading = True
@@ -200,8 +213,8 @@ class BinaryConnection(asyncio.BufferedProtocol):
 
     # -- executing -------------------------------------------------------------
 
-    def _execute(self, frame: Frame) -> None:
-        """Run one operation and answer it, at once or as a task."""
+    def _execute(self, frame: Frame) -> bytes:
+        """Run one operation; its reply, empty where that comes from a task, as long ones do."""
         self.server.commands_total += 1
         code, body = frame
         try:
@@ -217,18 +230,17 @@ class BinaryConnection(asyncio.BufferedProtocol):
         else:
             if not isinstance(outcome, list):
                 self._start(self._finish(outcome, frame))
-                return
-            if not outcome and body == b"":
-                self._replies.append(_NOTHING)
-                return
+                return b""
             answer = _OK, outcome
         if not isinstance(body, bytes):
             _release(body)
-        if not self._answer(answer):
+        reply = _short(answer)
+        if not reply:
             self._start(self._stream(answer))
+        return reply
 
     def _start(self, work: Awaitable[None]) -> None:
-        self._flush()
+        """Begin what is waited for; replies to what came before leave earlier than its own."""
         self._task = self._loop.create_task(self._to_its_end(work))
 
     async def _to_its_end(self, work: Awaitable[None]) -> None:
@@ -250,30 +262,10 @@ class BinaryConnection(asyncio.BufferedProtocol):
         _release(frame.body)
         if self._closed:
             return
-        if self._answer(answer):
-            self._flush()
+        if reply := _short(answer):
+            self._transport.write(reply)
         else:
             await self._stream(answer)
-
-    def _answer(self, answer: Answer) -> bool:
-        """Take a short reply, to be written with those that follow it; False for a long one."""
-        status, pieces = answer
-        length = sum(len(piece) for piece in pieces)
-        if length > GATHER_BYTES:
-            return False
-        self._replies.append(b"".join((header(status, length), *pieces)))
-        self._reply_bytes += length
-        if self._reply_bytes > GATHERED_REPLY_BYTES:
-            self._flush()
-        return True
-
-    def _flush(self) -> None:
-        """Write the replies that wait for company."""
-        replies = self._replies
-        if replies:
-            self._transport.write(replies[0] if len(replies) == 1 else b"".join(replies))
-            replies.clear()
-            self._reply_bytes = 0
 
     async def _stream(self, answer: Answer) -> None:
         """Send a long reply from where it lies, once everything before it has left."""
@@ -308,6 +300,15 @@ class BinaryConnection(asyncio.BufferedProtocol):
     def abort(self) -> None:
         self._over = True
         self._transport.abort()
+
+
+def _short(answer: Answer) -> bytes:
+    """The reply as one piece; nothing where it is a long one."""
+    status, pieces = answer
+    if not pieces and status is _OK:
+        return _NOTHING
+    length = sum(len(piece) for piece in pieces)
+    return b"" if length > GATHER_BYTES else b"".join((header(status, length), *pieces))
 
 
 def _bytes_of(body: bytes | BulkTarget) -> bytes | memoryview:

@@ -100,6 +100,14 @@ class Linger:
         self._trust = -TRUST_AGAIN
         return 0
 
+    def send(self, data: bytes) -> bytes:
+        """Send what leaves at once; the rest, or what fails, is left to the transport."""
+        assert self._socket is not None
+        try:
+            return data[self._socket.send(data) :]
+        except OSError:
+            return data
+
     def _open(self) -> socket.socket:
         """The transport's socket once more: what it hands out cannot be read. Raises OSError."""
         self._socket = socket.socket(fileno=os.dup(self._descriptor))

@@ -77,6 +77,7 @@ class FrameParser:
         self, open_body: OpenBody = open_in_memory, max_body: int = MAX_BODY_BYTES
     ) -> None:
         self.max_body = max_body
+        self._short = min(max_body, INLINE_BODY_BYTES)
         self._open_body = open_body
         self._view = memoryview(bytearray(_CAPACITY))
         self._start = 0
@@ -107,6 +108,8 @@ class FrameParser:
                 return None
             window = self._target.buffer()
             return None if not window else window[: self._left]
+        if not self._end:
+            return self._view
         if self._end == len(self._view):
             held = self._end - self._start
             if held == len(self._view):
@@ -122,6 +125,18 @@ class FrameParser:
             self._left -= n
         else:
             self._end += n
+
+    def only_frame(self, n: int) -> Frame | None:
+        """What ``n`` bytes received into the empty buffer are, if they are one short frame.
+
+        ``buffer_updated`` and ``next_frame`` in one; None where those have more to say: then
+        the bytes are held, and ``next_frame`` goes on.
+        """
+        magic, code, length = _HEADER.unpack_from(self._view)
+        if HEADER_BYTES + length == n and length <= self._short and magic == MAGIC:
+            return Frame(code, bytes(self._view[HEADER_BYTES:n])) if length else _BODILESS[code]
+        self._end = n
+        return None
 
     def next_frame(self) -> Frame | None:
         """The next whole frame, if it is there. Raises ProtocolError, for good."""

@@ -24,16 +24,25 @@ def body_of(one: Frame) -> bytes:
     return one.body if isinstance(one.body, bytes) else bytes(one.body.view)  # type: ignore[attr-defined]
 
 
-def feed(parser: FrameParser, data: bytes, most: int = 1 << 30) -> list[tuple[int, bytes]]:
-    """Bring ``data`` in pieces of at most ``most`` bytes, pulling frames as they come."""
+def feed(
+    parser: FrameParser, data: bytes, most: int = 1 << 30, alone: bool = False
+) -> list[tuple[int, bytes]]:
+    """Bring ``data`` in pieces of at most ``most`` bytes, pulling frames as they come.
+
+    ``alone``: what comes first is asked for as the only frame.
+    """
     found, at = [], 0
     while at < len(data):
         window = parser.get_buffer()
         assert window is not None and len(window), "the parser asks to pause"
         n = min(len(window), len(data) - at, most)
         window[:n] = data[at : at + n]
-        parser.buffer_updated(n)
         at += n
+        if alone and not parser.mid_frame:
+            only = parser.only_frame(n)
+            found += [(only.code, body_of(only))] if only is not None else []
+        else:
+            parser.buffer_updated(n)
         while (one := parser.next_frame()) is not None:
             found.append((one.code, body_of(one)))
     return found
@@ -119,6 +128,27 @@ def test_a_target_without_room_makes_the_parser_wait() -> None:
     window = parser.get_buffer()
     assert window is not None and len(window) == 3
     assert parser.abandon() is target and not parser.mid_frame
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_only_frame_is_the_one_that_would_have_been_pulled(seed: int) -> None:
+    rng = random.Random(seed)
+    most_body = rng.choice((10, 1 << 16, 1 << 30))
+    pulled, only = FrameParser(max_body=most_body), FrameParser(max_body=most_body)
+    for _ in range(20):
+        sent = [
+            frame(rng.randrange(256), rng.randbytes(rng.choice((0, 0, 1, 7, 300, 9, 20_000))))
+            for _ in range(rng.choice((1, 1, 1, 2, 3)))
+        ]
+        data = b"".join(sent)
+        most = rng.choice((6, 7, len(data), len(sent[0]), 1 << 30))
+        try:
+            expected = feed(pulled, data, most)
+        except ProtocolError:
+            with pytest.raises(ProtocolError):
+                feed(only, data, most, alone=True)
+            return
+        assert feed(only, data, most, alone=True) == expected
 
 
 @pytest.mark.parametrize(
