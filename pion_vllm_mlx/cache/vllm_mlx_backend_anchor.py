@@ -3,7 +3,7 @@
 vllm-mlx renders a chat to text and passes the text on.  Beside it the leading system messages
 and the tools are rendered once more with another user message behind them; the tokens that both
 texts share, less two, are the anchor: any other conversation under the same system prompt can
-start there.
+start there.  Once more with another system prompt gives where agents with the same tools part.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_seams import CHAT_TEMPLATE, Replacemen
 
 MAX_TEXTS = 256
 OTHER_USER = {"role": "user", "content": "\u2042"}
+OTHER_SYSTEM = {"role": "system", "content": "\u2042"}
 
 
 class AnchorTexts:
@@ -27,26 +28,44 @@ class AnchorTexts:
     def __init__(self) -> None:
         self.wanted = False
         self._system: OrderedDict[str, str] = OrderedDict()
+        self._tools: OrderedDict[str, str] = OrderedDict()
         self._tokens: OrderedDict[str, list[int]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def remember(self, prompt: str, system: str) -> None:
-        """Note that ``prompt`` begins like ``system``, another chat's text."""
+    def remember(self, prompt: str, system: str, tools: str | None = None) -> None:
+        """Note that ``prompt`` begins like ``system``, another chat's text.
+
+        ``tools`` is that of a chat with the same tools and another system prompt.
+        """
         with self._lock:
             _put(self._system, prompt, system)
+            if tools is not None:
+                _put(self._tools, prompt, tools)
 
     def length(self, prompt: str, ids: Sequence[int], tokenizer: Any) -> int | None:
         """The anchor of a prompt; None where it has no system part."""
+        return self._shared(self._system, prompt, ids, tokenizer) or None
+
+    def tools_length(self, prompt: str, ids: Sequence[int], tokenizer: Any) -> int:
+        """As far as a prompt agrees with one of the same tools and another system prompt.
+
+        More than its first words only where the template puts tools before the system prompt.
+        """
+        return self._shared(self._tools, prompt, ids, tokenizer)
+
+    def _shared(
+        self, texts: OrderedDict[str, str], prompt: str, ids: Sequence[int], tokenizer: Any
+    ) -> int:
         with self._lock:
-            system = self._system.get(prompt)
-            known = self._tokens.get(system or "")
-        if system is None:
-            return None
+            text = texts.get(prompt)
+            known = self._tokens.get(text or "")
+        if text is None:
+            return 0
         if known is None:
-            known = [int(token) for token in tokenizer.encode(system)]
+            known = [int(token) for token in tokenizer.encode(text)]
             with self._lock:
-                _put(self._tokens, system, known)
-        return anchor_length(known, ids) or None
+                _put(self._tokens, text, known)
+        return anchor_length(known, ids)
 
 
 def patch_chat_template(replacements: Replacements, anchors: AnchorTexts) -> None:
@@ -63,9 +82,11 @@ def patch_chat_template(replacements: Replacements, anchors: AnchorTexts) -> Non
         if anchors.wanted and len(leading) < len(messages) and (leading or tools):
             try:
                 system = original(self, [*leading, OTHER_USER], *args, **options)
+                other = [OTHER_SYSTEM, OTHER_USER] if leading and tools else None
+                shared = original(self, other, *args, **options) if other else None
             except (TemplateError, ValueError, TypeError, KeyError):
                 return prompt  # a template that refuses such a chat: no anchor
-            anchors.remember(prompt, system)
+            anchors.remember(prompt, system, shared)
         return prompt
 
     replacements.replace(CHAT_TEMPLATE, apply)

@@ -132,10 +132,16 @@ class LiveTier:
             self._entries.move_to_end(hit.key)
         return [shortened(cache, entry.length - hit.length) for cache in entry.caches]
 
-    def put(self, tokens: Tokens, caches: Sequence[Any], kind: str = "final") -> bool:
+    def put(
+        self,
+        tokens: Tokens,
+        caches: Sequence[Any],
+        kind: str = "final",
+        schedule: Callable[[list[mx.array]], object] = mx.async_eval,
+    ) -> bool:
         """Keep ``caches``, which hold exactly ``tokens``; whether they (or more) are held now.
 
-        Their arrays are scheduled for evaluation on the calling thread.  Raises
+        Their arrays are given to ``schedule``, on the calling thread, to be computed.  Raises
         UnsupportedCache for a class that is not known, or a cache of another length.
         """
         refuse_unknown(caches)
@@ -156,7 +162,7 @@ class LiveTier:
             self._drop_superseded(key, entry)
             self._insert(key, entry)
             self._shrink(keep=key)
-        mx.async_eval(entry.arrays)  # type: ignore[no-untyped-call]
+        schedule(entry.arrays)
         return True
 
     def remove(self, tokens: Tokens) -> bool:

@@ -176,6 +176,17 @@ def anchor_of(request: Any) -> int | None:
     return found
 
 
+def _find_anchors(
+    request: Any, anchors: AnchorTexts, tokenizer: Any, cache: PionPrefixCache
+) -> None:
+    """Note where the system prompt of a request ends, and what its tools share with others."""
+    asked = (request.prompt, request.prompt_token_ids, tokenizer)
+    request.pion_anchor = anchors.length(*asked)
+    store = cache.store_or_none()
+    if store is not None:
+        store.expect_beginning(request.prompt_token_ids[: anchors.tools_length(*asked)])
+
+
 def patch_scheduler(replacements: Replacements, anchors: AnchorTexts) -> None:
     """Replace the scheduler's methods; schedulers with another cache go on as before."""
 
@@ -197,9 +208,7 @@ def patch_scheduler(replacements: Replacements, anchors: AnchorTexts) -> None:
         request.pion_lookup = cache.last_lookup
         if cache.wants_anchors and isinstance(request.prompt, str):
             try:
-                request.pion_anchor = anchors.length(
-                    request.prompt, request.prompt_token_ids, self._actual_tokenizer
-                )
+                _find_anchors(request, anchors, self._actual_tokenizer, cache)
             except UNEXPECTED:
                 log.exception("the end of the system prompt could not be found")
         return result

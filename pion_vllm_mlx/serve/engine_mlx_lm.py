@@ -3,7 +3,8 @@
 mlx-lm's own command line, model loading and continuous batching, with three names of
 ``mlx_lm.server`` replaced while it runs: ``run`` (which builds our generator, cache and handler
 and speaks the protocol of ``engine_child``), ``stream_generate`` (requests that are not batched)
-and nothing else.  Every seam is checked first and refused by name when it differs.
+and ``_make_sampler`` (whose tokens carry what is to be copied).  Every seam is checked first
+and refused by name when it differs.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
 log = logging.getLogger("pion_vllm_mlx.serve")
 
 CLOSE_SECONDS = 15.0
+#: the generation thread waits no longer than that for the interpreter, whoever else works.
+SWITCH_SECONDS = 0.0005
 
 
 def lineage_options(
@@ -84,6 +87,7 @@ class Engine:
         server.stream_generate = SingleRequests(
             server.stream_generate, cache, self._flags.durable_tokens
         )
+        server._make_sampler = cache.spread.carrying(server._make_sampler)
         generator = Generator(model_provider, cache)
         if group.rank() != 0:
             generator.join()
@@ -139,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     server: Any = importlib.import_module("mlx_lm.server")
     server.run = Engine(link, flags).run
+    sys.setswitchinterval(SWITCH_SECONDS)
     sys.argv = ["mlx_lm.server", *rest]
     server.main()
     return 0

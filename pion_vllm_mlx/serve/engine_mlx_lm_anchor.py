@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from pion_vllm_mlx.cache.lineage import anchor_length
-from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import OTHER_USER, leading_system
+from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import OTHER_SYSTEM, OTHER_USER, leading_system
 
 MAX_TEXTS = 64
 _REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError)
@@ -18,9 +19,10 @@ _REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError)
 
 
 class Anchors:
-    """Anchors of chats; the system part of each distinct one is rendered once."""
+    """Anchors of chats; the system part of each distinct one is rendered once. Any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._known: OrderedDict[str, list[int]] = OrderedDict()
 
     def length(
@@ -35,14 +37,36 @@ class Anchors:
         leading = leading_system(request.messages)
         if not (leading or request.tools) or len(leading) == len(request.messages):
             return None
-        key = json.dumps([id(tokenizer), leading, request.tools, dict(settings)], default=str)
-        known = self._known.get(key)
+        known = self._of(tokenizer, leading, request.tools, settings)
+        return anchor_length(known, prompt) or None
+
+    def tools_length(
+        self, tokenizer: Any, request: Any, settings: Mapping[str, Any], prompt: Sequence[int]
+    ) -> int:
+        """As far as ``prompt`` agrees with one of the same tools and another system prompt.
+
+        More than its first words only where the template puts tools before the system prompt.
+        """
+        chat = request.request_type == "chat" and tokenizer.has_chat_template
+        if not chat or not request.tools or not leading_system(request.messages):
+            return 0
+        known = self._of(tokenizer, [OTHER_SYSTEM], request.tools, settings)
+        return anchor_length(known, prompt)
+
+    def _of(
+        self, tokenizer: Any, leading: list[Any], tools: Any, settings: Mapping[str, Any]
+    ) -> list[int]:
+        """The system part with ``leading`` and ``tools``, rendered or remembered."""
+        key = json.dumps([id(tokenizer), leading, tools, dict(settings)], default=str)
+        with self._lock:
+            known = self._known.pop(key, None)
         if known is None:
-            known = self._known[key] = _rendered(tokenizer, leading, request.tools, settings)
+            known = _rendered(tokenizer, leading, tools, settings)
+        with self._lock:
+            self._known[key] = known
             if len(self._known) > MAX_TEXTS:
                 self._known.popitem(last=False)
-        self._known.move_to_end(key)
-        return anchor_length(known, prompt) or None
+        return known
 
 
 def _rendered(

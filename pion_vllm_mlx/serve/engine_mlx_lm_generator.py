@@ -1,8 +1,8 @@
 """mlx-lm's ResponseGenerator, whose prompts are planned against the lineage cache.
 
-Everything here but ``generate`` and ``on_mlx_thread`` runs on the generation thread, which
-owns MLX.  Continuous batching is mlx-lm's own: a plan only says into which segments a prompt
-is cut, so that its cache is handed over at the end of each.
+``generate`` prepares a request on the thread of its connection; what is said to run on the
+generation thread finds that done.  Continuous batching is mlx-lm's own: a plan only says into
+which segments a prompt is cut, so that its cache is handed over at the end of each.
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from queue import Empty, Queue
+from collections.abc import Mapping
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
+from pion_vllm_mlx.cache.padding import pads_wrongly
 from pion_vllm_mlx.serve.engine_mlx_lm_anchor import Anchors
+from pion_vllm_mlx.serve.engine_mlx_lm_prepare import (
+    REFUSALS,
+    Ends,
+    Prepared,
+    has_images,
+    settle_garbage,
+    taken_from,
+)
 from pion_vllm_mlx.serve.lineage_cache import LineageCache, guarded
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, PlannedPrompt
 
@@ -28,8 +35,6 @@ log = logging.getLogger("pion_vllm_mlx.serve")
 FAILED = 1
 
 server: Any = importlib.import_module("mlx_lm.server")
-
-T = TypeVar("T")
 
 
 class Generator(server.ResponseGenerator):  # type: ignore[misc]
@@ -41,7 +46,11 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         #: of the request that the calling HTTP thread asked for last.
         self.current = threading.local()
         self._anchors = Anchors()
-        self._errands: Queue[tuple[Callable[[], Any], Future[Any]]] = Queue()
+        self._ends = Ends(cache.spread.stepped)
+        #: what is asked for as the model that is loaded, and its tokenizer.
+        self._served: tuple[Any, Any] | None = None
+        self._model: Any = None
+        cache.on_insert = self._ends.tell
         super().__init__(model_provider, cache)
 
     # -- from other threads -------------------------------------------------------
@@ -49,29 +58,77 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
     def generate(
         self, request: Any, generation_args: Any, progress_callback: Any = None
     ) -> tuple[Any, Any]:
-        """As mlx-lm's; notes the request's context for ``current``."""
+        """As mlx-lm's; prepares the request, and notes its context in ``current``."""
+        self._prepare(request, generation_args)
         found: tuple[Any, Any] = super().generate(request, generation_args, progress_callback)
-        self.current.plan = vars(found[0]).get("prompt")
+        self.current.context = found[0]
         return found
 
     def receipt(self) -> dict[str, Any] | None:
         """What the calling thread's request reused; None where it was not planned."""
-        prompt = vars(self.current).get("plan")
-        if not isinstance(prompt, PlannedPrompt):
-            return None
-        return prompt.plan.receipt(self.cache.prefilling)
+        plan = self._plan_of_caller()
+        return None if plan is None else plan.receipt(self.cache.prefilling)
 
-    def on_mlx_thread(self, call: Callable[[], T], timeout: float = 60.0) -> T:
-        """What ``call`` gives on the generation thread, between two steps of it."""
-        future: Future[T] = Future()
-        self._errands.put((call, future))
-        return future.result(timeout)
+    def prompt(self) -> dict[str, int]:
+        """How long the prompt of the calling thread's request is, and what of it was reused."""
+        context = self.current.context
+        reused = int(context.prompt_cache_count)
+        return {"prompt_tokens": len(context.prompt), "cached_tokens": max(0, reused)}
+
+    def ends(self) -> None:
+        """The client of the calling thread is about to be told the end of its reply."""
+        plan = self._plan_of_caller()
+        if plan is not None and plan.noted is not None:
+            plan.noted.end()
 
     def rendered(self, request: Any, template_settings: Any) -> list[int]:
         """The tokens of a request, without planning it. Raises what templates raise."""
         args = SimpleNamespace(chat_template_kwargs=template_settings)
         found = super()._tokenize(self.model_provider.tokenizer, request, args)
         return list(found[0])
+
+    def _prepare(self, request: Any, args: Any) -> None:
+        """Has a request of the model that is loaded tokenized, planned and looked up.
+
+        Others reach a generation thread that serves nobody else: it does so itself.
+        """
+        served = self._served
+        if served is None or served[0] != args.model or self._is_distributed:
+            return
+        if self.cache.store is None or has_images(request):
+            return
+        try:
+            prepared = self._prepared(served[1], request, args)
+        except REFUSALS:
+            return  # the generation thread says so, as it always does
+        if prepared.plan is not None:
+            self.cache.look_up(prepared.plan)
+        prepared.fasten(request)
+
+    def _prepared(self, tokenizer: Any, request: Any, args: Any) -> Prepared:
+        """A request's tokens, and its plan if it is to be stored. Raises what templates raise."""
+        tokenized = super()._tokenize(tokenizer, request, args)
+        prompt, _, _, *rest = tokenized
+        if len(prompt) < 2:
+            return Prepared(tokenizer, tokenized)
+        if len(rest) > 1 and rest[1] is not None:
+            log.info("prompt of %d tokens: images are not stored", len(prompt))
+            return Prepared(tokenizer, tokenized)
+        settings = self._template_settings(args)
+        anchor = self._anchors.length(tokenizer, request, settings, prompt)
+        store = self.cache.store
+        if store is not None:  # agents with the same tools part where these end
+            shared = self._anchors.tools_length(tokenizer, request, settings, prompt)
+            store.expect_beginning(list(prompt[:shared]))
+        single = not self._is_batchable(args)
+        journal = self._journal(args, list(prompt)) if single else ""
+        plan = Plan(list(prompt), single=single, journal=journal)
+        return Prepared(tokenizer, tokenized, plan, anchor)
+
+    def _plan_of_caller(self) -> Plan | None:
+        context = vars(self.current).get("context")
+        prompt = None if context is None else context.prompt
+        return prompt.plan if isinstance(prompt, PlannedPrompt) else None
 
     # -- the generation thread -------------------------------------------------------
 
@@ -81,6 +138,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
             self._attach()
             self.ready.set()
             super()._generate()
+            self.cache.spread.finish()
         except BaseException:
             log.exception("generation has come to an end")
             self.cache.close(timeout=1.0)
@@ -88,44 +146,38 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
 
     def _attach(self) -> None:
         provider = self.model_provider
-        if provider.model is not None:
-            guarded(lambda: self.cache.attach(provider.model, provider.draft_model), None)
+        if provider.model is None or provider.model is self._model:
+            return
+        self._model = provider.model
+        if pads_wrongly(provider.model):
+            self.cli_args.prompt_concurrency = 1
+        guarded(lambda: self.cache.attach(provider.model, provider.draft_model), None)
+        settle_garbage()
 
     def _next_request(self, timeout: float | None = None) -> Any:
-        while True:
-            try:
-                call, future = self._errands.get_nowait()
-            except Empty:
-                return super()._next_request(timeout)
-            try:
-                future.set_result(call())
-            except Exception as error:  # noqa: BLE001  (it is raised where it was asked)
-                future.set_exception(error)
+        self._ends.tell()
+        if timeout is not None:  # nobody is being served
+            self.cache.spread.finish()
+        found = super()._next_request(timeout)
+        if found is None:
+            return None
+        queue, *rest = found
+        return self._ends.behind(queue), *rest
 
     def _log_cache_stats(self) -> None:
         """Nothing: a request has one line, and that is its plan's."""
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        found = super()._tokenize(tokenizer, request, args)
-        prompt, segments, kinds, *rest = found
         self._attach()
-        if self.cache.store is None or len(prompt) < 2:
-            return found
-        if len(rest) > 1 and rest[1] is not None:
-            log.info("prompt of %d tokens: images are not stored", len(prompt))
-            return found
-        plan = guarded(lambda: self._plan(tokenizer, request, args, list(prompt)), None)
-        if plan is None:
-            return found
+        self._served = args.model, tokenizer
+        if self.cache.store is None:
+            return super()._tokenize(tokenizer, request, args)
+        prepared = taken_from(request, tokenizer) or self._prepared(tokenizer, request, args)
+        plan = prepared.plan
+        if plan is None or guarded(lambda: self.cache.plan(plan, prepared.anchor), None) is None:
+            return prepared.tokenized
         segments, kinds = plan.segments()
-        return (PlannedPrompt(plan), segments, kinds, *rest)
-
-    def _plan(self, tokenizer: Any, request: Any, args: Any, prompt: list[int]) -> Plan:
-        settings = self._template_settings(args)
-        anchor = self._anchors.length(tokenizer, request, settings, prompt)
-        single = not self._is_batchable(args)
-        plan = Plan(prompt, single=single, journal=self._journal(args, prompt) if single else "")
-        return self.cache.plan(plan, anchor)
+        return (PlannedPrompt(plan), segments, kinds, *prepared.tokenized[3:])
 
     def _template_settings(self, args: Any) -> Mapping[str, Any]:
         return {**self.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from jinja2 import TemplateError
-
 from pion_vllm_mlx.cache.lineage import LineageStore
 from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
 from pion_vllm_mlx.serve.engine_mlx_lm_generator import Generator
+from pion_vllm_mlx.serve.engine_mlx_lm_prepare import REFUSALS
+from pion_vllm_mlx.serve.pieces import PROMPT
 
 log = logging.getLogger("pion_vllm_mlx.serve")
 
@@ -25,9 +25,6 @@ MAX_BODY_BYTES = 256 << 20
 SURROUNDINGS = 12
 #: how many tokens of Explanation.stored_tokens lie before the one that differs, at most.
 STORED_BEFORE = 16
-_REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, RuntimeError)
-"""What mlx-lm and chat templates end in when a body is not to their liking."""
-
 server: Any = importlib.import_module("mlx_lm.server")
 
 Json = dict[str, Any]
@@ -45,6 +42,7 @@ class Handler(server.APIHandler):  # type: ignore[misc]
 
     link = EngineLink()
     response_generator: Generator
+    _prompt_told = False
 
     def do_GET(self) -> None:
         """The statistics; everything else is mlx-lm's."""
@@ -59,6 +57,7 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         """Count and explain; everything else is mlx-lm's."""
         if not self._authorized():
             return
+        self._prompt_told = False
         if self.path == COUNT:
             self._answer_chat(lambda tokens: {"input_tokens": len(tokens)})
         elif self.path == EXPLAIN:
@@ -78,9 +77,16 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         self._answer(200, {"object": "list", "data": [{**model, "created": int(time.time())}]})
 
     def generate_response(self, *args: Any, **options: Any) -> Json:
-        """mlx-lm's body or chunk; the whole body and the last chunk have the receipt."""
+        """mlx-lm's body or chunk; the whole body and the last chunk have the receipt.
+
+        The first chunk of a stream says what its usage will say of the prompt.
+        """
         response: Json = super().generate_response(*args, **options)
+        if self.stream and not self._prompt_told:
+            self._prompt_told = True
+            response[PROMPT] = self.response_generator.prompt()
         if "usage" in response or response["choices"][0].get("finish_reason"):
+            self.response_generator.ends()
             self._add_receipt(response)
         return response
 
@@ -120,7 +126,7 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         try:
             body = self._body()
             tokens = self._rendered(body)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             self._answer(400, {"error": str(error) or type(error).__name__})
             return
         self._answer(200, told(tokens))
@@ -144,7 +150,7 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         generator = self.response_generator
         store, decode = generator.cache.store, generator.model_provider.tokenizer.decode
         assert store is not None
-        return generator.on_mlx_thread(lambda: explained(store, decode, tokens))
+        return generator.cache.beside(lambda: explained(store, decode, tokens))
 
     def _body(self) -> Json:
         length = int(self.headers.get("Content-Length") or 0)

@@ -1,50 +1,55 @@
 """The prompt cache of mlx-lm's server in two tiers: live caches, and the lineage store.
 
-It stands in the place of ``LRUPromptCache``.  A request is planned first (``plan``, where its
-prompt is tokenized): both tiers are asked, without loading anything, and the prefill's cuts
-follow.  ``fetch_nearest_cache`` then carries the plan out.  All of it runs on the thread that
-owns MLX, apart from ``stats``.
+It stands in the place of ``LRUPromptCache``.  What a request may reuse is looked up before it
+is served (``look_up``, on the thread of its HTTP connection): the store is asked and read on a
+thread beside the one that generates.  ``plan``, where its prompt reaches that thread, looks
+once more at what is live by then, and sets the prefill's cuts; ``fetch_nearest_cache`` hands
+the caches over.
 
-Between tokens of other requests nothing waits: ``insert_cache`` hands rows to the store's
-background thread.  What a fetch may cost them is bounded: the store is left alone where a
-restore would, by what was measured here, take longer than the prefill that it spares; a
-store that does not answer costs its deadline once, and is then not asked for a while.
+Between tokens of other requests nothing waits for the store: ``insert_cache`` gives it views
+of the arrays, which are computed along with the next tokens (``spread``), and who takes them
+apart is its background thread.  What a call costs the thread that generates depends on the
+number of arrays, not on that of rows; ``stats`` says how long each kind took.
 """
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 from mlx_lm.models.cache import (
-    ArraysCache,
-    CacheList,
     LRUPromptCache,
     can_trim_prompt_cache,
     make_prompt_cache,
     trim_prompt_cache,
 )
 
-from pion_vllm_mlx.cache.completion import token_ids
+from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore, Match
+from pion_vllm_mlx.cache.lineage.tokens import token_ids
 from pion_vllm_mlx.cache.lineage.types import KEEP_KINDS, KeepKind
 from pion_vllm_mlx.cache.vllm_mlx_backend_live import MAX_CHECKPOINTS, LiveTier
 from pion_vllm_mlx.errors import UnsupportedCache
-from pion_vllm_mlx.serve.lineage_cache_plan import Plan, Rate
+from pion_vllm_mlx.serve.lineage_cache_beside import Beside, Blocking
+from pion_vllm_mlx.serve.lineage_cache_handles import owned, recurrent, settled
+from pion_vllm_mlx.serve.lineage_cache_lookup import Tiers
+from pion_vllm_mlx.serve.lineage_cache_plan import Plan, Rate, Seen
+from pion_vllm_mlx.serve.lineage_cache_spread import Spread
 
 log = logging.getLogger("pion_vllm_mlx.serve")
 
 UNBOUNDED_BYTES = 1 << 62
-MAX_JOURNALS = 10_000
 MODEL_CHANGE_SECONDS = 2.0
-#: nothing between two tokens of other requests should take longer.
-BLOCKING_MS = 2.0
+#: a request waits so many deadlines for others to be looked up, then it goes on without.
+MOST_DEADLINES = 10
+BUSY = "the store was busy with other requests"
 #: what mlx-lm's server calls the cache at the end of a reply.
 REPLY = "assistant"
 
@@ -82,17 +87,19 @@ class LineageCache:
         self._plain = PlainCache(limits.entries)
         self._live = LiveTier(0)
         self._store: LineageStore | None = None
+        self._tiers: Tiers | None = None
         self._model: Any = None
-        self._recurrent = False
         self._counts: Counter[str] = Counter()
-        self._longest_ms: dict[str, float] = {}
         self._told: set[str] = set()
         self._pending: Plan | None = None
-        self._journals: OrderedDict[str, None] = OrderedDict()
         self._open: weakref.WeakSet[Plan] = weakref.WeakSet()
-        self._restoring = Rate()
+        self._beside = Beside()
+        self.spread = Spread()
+        self.blocking = Blocking()
         self.prefilling = Rate()
         self.last_miss: Sequence[int] | None = None
+        #: called whenever caches have been inserted.
+        self.on_insert: Callable[[], None] = lambda: None
 
     # -- the model --------------------------------------------------------------
 
@@ -103,53 +110,62 @@ class LineageCache:
         """
         if model is self._model:
             return
-        self._model = model
+        self._model, self._tiers, self._pending = model, None, None
+        self._beside.drop(self._live)
         self._live = LiveTier(0)
-        self._pending = None
         if self._options is None:
             return
         if self._store is not None:
             self._store.close(MODEL_CHANGE_SECONDS)
         self._store = store = LineageStore(model, self._options, draft_model=draft_model)
-        self._recurrent = store.bypass is None and recurrent(make_prompt_cache(model))
+        if store.bypass is not None:
+            return
         states = MAX_CHECKPOINTS if store.wants_cuts else 1
-        self._live.max_entries = max(1, self._limits.entries) * states
-        self._live.budget_bytes = self._limits.num_bytes or UNBOUNDED_BYTES
+        self._live = LiveTier(
+            self._limits.num_bytes or UNBOUNDED_BYTES,
+            max(1, self._limits.entries) * states,
+            discard=self._beside.drop,
+        )
+        self._tiers = Tiers(store, self._live, recurrent(make_prompt_cache(model)))
 
     @property
     def store(self) -> LineageStore | None:
         """The store, None without one: not wanted, or a cache class that it does not know."""
-        return None if self._store is None or self._store.bypass else self._store
+        tiers = self._tiers
+        return None if tiers is None else tiers.store
 
     def close(self, timeout: float = 10.0) -> None:
         """Writes what waits, and lets the store go."""
         if self._store is not None:
             self._store.close(timeout)
+        self._beside.close()
 
-    # -- one request ------------------------------------------------------------
+    # -- one request, before it is served -----------------------------------------
+
+    def look_up(self, plan: Plan) -> None:
+        """Has the store asked for a prompt, and read.  Any thread; waits for it.
+
+        Whatever goes wrong, the request goes on: with what the generation thread finds live.
+        """
+        tiers = self._tiers
+        if tiers is None:
+            return
+        done = self._beside.ask(lambda: guarded(lambda: tiers.look_up(plan), None))
+        if not waited(done, MOST_DEADLINES * tiers.store.options.deadline_seconds):
+            plan.tiers, plan.why = tiers, BUSY
+
+    def beside(self, call: Callable[[], T]) -> T:
+        """What ``call`` gives on the thread that asks the store."""
+        return self._beside.ask(call).result()
+
+    # -- one request, on the generation thread ------------------------------------
 
     def plan(self, plan: Plan, anchor: int | None) -> Plan:
         """Completes the plan of a prompt: what is kept of it, and where it is to be cut."""
-        store = self.store
-        if store is None:
-            return plan
-        began, tokens = time.perf_counter(), plan.tokens
-        plan.common = self._live.common(tokens)
-        plan.hit = self._live.find(tokens)
-        held = plan.hit.length if plan.hit is not None else 0
-        if plan.journal:
-            self._plan_resume(plan, store)
-        if not plan.resume and len(tokens) - 1 - held >= store.options.min_gain:
-            match = store.match(tokens)
-            plan.common = max(plan.common, match.common)
-            plan.why = match.why
-            if match.length >= held + store.options.min_gain and self._worth_restoring(match):
-                plan.match = match
-        length = plan.match.length if plan.match is not None else held
-        known = plan.match or Match(token_ids(tokens))
-        plan.cuts = store.cuts(tokens, replace(known, length=length, common=plan.common), anchor)
-        self._pending = plan
-        self._longest("plan", began)
+        tiers = self._tiers
+        if tiers is not None:
+            with self.blocking.measured("plan"):
+                self._complete(plan, tiers, anchor)
         return plan
 
     def fetch_nearest_cache(
@@ -162,28 +178,28 @@ class LineageCache:
         plan = self.pending(tokens)
         if plan is None:
             return cast(tuple[Any, Any], self._plain.fetch_nearest_cache(model, list(tokens)))
-        caches = guarded(lambda: self._fetch(plan), None)
+        with self.blocking.measured("fetch"):
+            caches = guarded(lambda: self._fetch(plan), None)
         if caches is None:
             plan.fetched(0, "none", 0.0, self._alone())
         self._open.add(plan)
         if not plan.single:
             self._pending = None  # a plan is open for as long as its request's context lives
-        self._counts["requests"] += 1
-        self._counts["tokens_prompt"] += len(tokens)
-        self._counts["tokens_reused"] += plan.reused
-        self._counts[f"hits_{plan.tier}"] += 1
-        if plan.computed > 1:
-            self.last_miss = plan.tokens
+        self._count(plan)
         log.info("%s", plan.line())
         return caches, tokens[plan.reused :]
 
     def pending(self, tokens: Sequence[int]) -> Plan | None:
         """The plan that was made last, if it is of ``tokens``."""
         plan = self._pending
-        return plan if plan is not None and plan.tokens == tokens else None
+        if plan is None:
+            return None
+        mine = tokens.plan is plan if isinstance(tokens, Seen) else plan.tokens == tokens
+        return plan if mine else None
 
     def single(self, rest: Sequence[int]) -> Plan | None:
         """The plan of the request that is not batched and begins now, with ``rest`` to compute."""
+        self.spread.finish()
         plan, self._pending = self._pending, None
         if plan is None or not plan.single or list(plan.tokens[plan.reused :]) != list(rest):
             return None
@@ -192,20 +208,26 @@ class LineageCache:
     def insert_cache(
         self, model: Any, tokens: list[int], caches: list[Any], *, cache_type: str = REPLY
     ) -> None:
-        """Keeps ``caches``, which hold ``tokens``; never raises, never waits for the store."""
-        if self.store is None or min(tokens, default=0) < 0:  # images have negative ids
-            kind = cache_type if cache_type in ("system", "user") else REPLY
-            self._plain.insert_cache(model, tokens, caches, cache_type=kind)
-            return
-        began = time.perf_counter()
-        guarded(lambda: self._insert(tokens, caches, cache_type), None)
-        self._longest("insert", began)
+        """Keeps ``caches``, which hold ``tokens`` and are nobody else's from now on.
+
+        Never raises, never waits for the store.
+        """
+        with self.blocking.measured("insert"):
+            tiers = self._tiers
+            ids = token_ids(tokens)[0] if tiers is not None else None  # images have other ids
+            if tiers is None or ids is None:
+                kind = cache_type if cache_type in ("system", "user") else REPLY
+                self._plain.insert_cache(model, tokens, caches, cache_type=kind)
+            else:
+                plan = tokens.plan if isinstance(tokens, Seen) else None
+                guarded(lambda: self._insert(tiers, ids, caches, cache_type, plan), None)
+        self.on_insert()
 
     # -- the rest of mlx-lm's interface --------------------------------------------
 
     def trim_to(self, *, n_sequences: int | None = None, n_bytes: int | None = None) -> None:
         """Gives up live caches until they fit."""
-        if self.store is None:
+        if self._tiers is None:
             self._plain.trim_to(n_sequences=n_sequences, n_bytes=n_bytes)
         elif n_bytes is not None:
             self._live.resize(max(0, n_bytes))
@@ -239,111 +261,91 @@ class LineageCache:
             "live_bytes": self.nbytes,
             "live_entries": len(self),
             "live_evictions": self._live.evictions,
-            "longest_ms": dict(self._longest_ms),
+            "uncopied_bytes": self.spread.waiting_bytes,
+            "generation_thread": self.blocking.as_dict(),
             "prefill_tokens_per_second": round(self.prefilling.tokens_per_second, 1),
         }
 
     # -- inside -----------------------------------------------------------------
 
-    def _plan_resume(self, plan: Plan, store: LineageStore) -> None:
-        """Continues the reply of a process that was killed, if all that it takes is stored."""
-        if plan.journal in self._journals:  # this process has seen to that reply itself
-            return
-        self._journals[plan.journal] = None
-        if len(self._journals) > MAX_JOURNALS:
-            self._journals.popitem(last=False)
-        noted = store.load_journal(plan.journal)
-        if not noted:
-            return
-        match = store.match([*plan.tokens, *noted])
-        if match.length == len(plan.tokens) + len(noted) - 1:
-            plan.match, plan.resume = match, noted
-        else:
-            store.drop_journal(plan.journal)
+    def _complete(self, plan: Plan, tiers: Tiers, anchor: int | None) -> None:
+        if plan.tiers is not tiers:  # the first of a model: nobody else is being served
+            tiers.look_up(plan)
+        plan.common = max(plan.stored_common, tiers.live.common(plan.ids))
+        plan.hit = tiers.live.find(plan.ids)
+        held = plan.hit.length if plan.hit is not None else 0
+        restored = plan.restored.length if plan.restored is not None else 0
+        if held > min(restored, plan.size - 1) and not plan.resume:
+            plan.restored = None
+        length = held if plan.restored is None else restored
+        known = replace(plan.match or Match(plan.ids), length=length, common=plan.common)
+        plan.cuts = tiers.store.cuts(plan.ids, known, anchor)
+        self._pending = plan
 
     def _fetch(self, plan: Plan) -> list[Any] | None:
-        alone, held = self._alone(), plan.hit.length if plan.hit is not None else 0
+        restored, plan.restored = plan.restored, None
+        if restored is not None:
+            reused = min(restored.length, plan.size - 1)
+            plan.fetched(reused, restored.lane, restored.ms, self._alone())
+            return list(restored.caches)
         began = time.perf_counter()
-        if plan.match is not None:
-            caches = self._restore(plan, held, alone)
-            if caches is not None:
-                return caches
-            plan.why = "what is stored could not be restored"
         caches = self._live.take(plan.hit) if plan.hit is not None else None
-        if caches is None:
+        if caches is None or plan.hit is None:
             return None
-        plan.fetched(held, "memory", (time.perf_counter() - began) * 1000, alone)
-        return copy.deepcopy(caches)  # handles of its own: mlx-lm writes into arrays in place
-
-    def _restore(self, plan: Plan, held: int, alone: bool) -> list[Any] | None:
-        assert self._store is not None and plan.match is not None
-        restored = self._store.restore(plan.match)
-        if restored is None or restored.length <= held:
-            plan.resume = []
-            return None
-        self._restoring.measured(restored.length, restored.ms / 1000)
-        if plan.resume and restored.length != len(plan.tokens) + len(plan.resume) - 1:
-            plan.resume = []
-            return None
-        reused = min(restored.length, len(plan.tokens) - 1)
-        plan.fetched(reused, restored.lane, restored.ms, alone)
-        caches = list(restored.caches)
-        self._put([*plan.tokens, *plan.resume][: restored.length], copy.deepcopy(caches), "final")
+        caches = owned(caches)
+        elapsed_ms = (time.perf_counter() - began) * 1000
+        plan.fetched(plan.hit.length, "memory", elapsed_ms, self._alone())
         return caches
 
-    def _worth_restoring(self, match: Match) -> bool:
-        """Whether a restore holds up others for no longer than the prefill would."""
-        if self._alone():
-            return True
-        restore, prefill = self._restoring.ms(match.length), self.prefilling.ms(match.length)
-        return restore is None or prefill is None or restore <= prefill
+    def _count(self, plan: Plan) -> None:
+        self._counts["requests"] += 1
+        self._counts["tokens_prompt"] += plan.size
+        self._counts["tokens_reused"] += plan.reused
+        self._counts[f"hits_{plan.tier}"] += 1
+        if plan.computed > 1:
+            self.last_miss = plan.tokens
 
     def _alone(self) -> bool:
         return all(plan.done for plan in self._open)
 
-    def _insert(self, tokens: list[int], caches: list[Any], cache_type: str) -> None:
+    def _insert(
+        self, tiers: Tiers, ids: TokenIds, caches: list[Any], cache_type: str, plan: Plan | None
+    ) -> None:
         reply = cache_type not in KEEP_KINDS
         kind = "final" if reply else cast(KeepKind, cache_type)
-        tokens, caches = settled(tokens, caches)
-        if not tokens:
-            return
-        self._note_progress(tokens, reply)
-        if not self._put(tokens, caches, kind):
+        ids = settled(ids, caches)
+        if plan is not None:
+            self._note_progress(plan, int(ids.size), reply)
+        lacking: list[Any] = []
+        if not ids.size or not self._put(tiers, ids, caches, kind, lacking):
             return
         # A reply's recurrent state would be a second state a turn: it stays in this process.
-        if self._store is not None and not (reply and self._recurrent):
-            self._store.keep(tokens, caches, kind)
+        if not (reply and tiers.recurrent):
+            tiers.store.keep(ids, caches, kind, given=True, schedule=self.spread.add)
+        self.spread.add(lacking)
+        if plan is None or plan.single:  # nobody else is served: no step would carry them
+            self.spread.finish()
 
-    def _put(self, tokens: Sequence[int], caches: list[Any], kind: str) -> bool:
+    def _put(
+        self, tiers: Tiers, ids: TokenIds, caches: list[Any], kind: str, lacking: list[Any]
+    ) -> bool:
         """Keeps live caches; False, and said once, for those that cannot be kept at all."""
         try:
-            self._live.put(tokens, caches, kind)
+            tiers.live.put(ids, caches, kind, schedule=lacking.extend)
         except UnsupportedCache as reason:
             self._tell(f"not kept: {reason}")
             return False
         return True
 
-    def _note_progress(self, tokens: list[int], reply: bool) -> None:
+    def _note_progress(self, plan: Plan, held: int, reply: bool) -> None:
         """Measures a prefill that ended here, or closes the request."""
-        for plan in list(self._open):
-            size = len(plan.tokens)
-            if plan.done or len(tokens) < size - 1 or tokens[: size - 1] != plan.tokens[: size - 1]:
-                continue
-            if reply:
-                plan.done = True
-            elif plan.alone and self._only(plan) and not plan.single:
-                elapsed = time.perf_counter() - plan.fetched_at
-                self.prefilling.measured(plan.computed - 1, elapsed)
-            return
+        if reply:
+            plan.done = True
+        elif held >= plan.size - 1 and plan.alone and self._only(plan) and not plan.single:
+            self.prefilling.measured(plan.computed - 1, time.perf_counter() - plan.fetched_at)
 
     def _only(self, plan: Plan) -> bool:
         return all(one.done or one is plan for one in self._open)
-
-    def _longest(self, name: str, began: float) -> None:
-        """How long a call held up the generation thread, the longest of each kind."""
-        elapsed = (time.perf_counter() - began) * 1000
-        self._longest_ms[name] = max(self._longest_ms.get(name, 0.0), round(elapsed, 3))
-        self._counts[f"{name}s_over_2_ms"] += elapsed > BLOCKING_MS
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self._told:
@@ -360,24 +362,12 @@ def guarded(call: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
-def settled(tokens: list[int], caches: list[Any]) -> tuple[list[int], list[Any]]:
-    """Tokens and caches that agree: speculative decoding leaves some caches a few tokens short.
-
-    The caches are shortened in place; where they cannot be, they come back as they are.
-    """
-    if not can_trim_prompt_cache(caches):
-        return tokens, caches
-    lengths = [int(cache.offset) for cache in caches if not isinstance(cache, CacheList)]
-    held = min([len(tokens), *lengths])
-    for cache in caches:
-        if not isinstance(cache, CacheList) and cache.offset > held:
-            cache.trim(cache.offset - held)
-    return tokens[:held], caches
-
-
-def recurrent(caches: Iterable[Any]) -> bool:
-    """Whether there is a state among the caches that exists only where it was taken."""
-    return any(
-        recurrent(cache.caches) if isinstance(cache, CacheList) else isinstance(cache, ArraysCache)
-        for cache in caches
-    )
+def waited(done: Future[None], seconds: float) -> bool:
+    """Waits until something is done that began within ``seconds``; False if it never began."""
+    try:
+        done.result(seconds)
+    except TookTooLong:
+        if done.cancel():
+            return False
+        done.result()
+    return True

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex, cast
 
-from pion_vllm_mlx.cache.lineage import Cut, Match
+import numpy as np
+
+from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.lineage import Cut, Match, Restored
+from pion_vllm_mlx.cache.lineage.journal import ReplyJournal
 from pion_vllm_mlx.cache.vllm_mlx_backend_live import LiveHit
 
 #: prefills of fewer tokens say nothing about a rate.
@@ -39,27 +44,41 @@ class Rate:
 class Plan:
     """One request: what may be reused, where its prefill is cut, and what came of it.
 
-    ``hit`` is what memory has, ``match`` what the store has, None where it was not wanted.
+    ``hit`` is what memory has, ``match`` what the store has, None where it was not wanted, and
+    ``restored`` what was read of it, until it is used. ``tiers`` are those that were asked.
     ``resume`` are tokens that a killed process had generated already; ``journal`` is the key
-    under which those of this one are noted, "" for none.  ``reused``, ``tier`` and
-    ``restore_ms`` are known once the caches were fetched, ``done`` is set at the end.
+    under which those of this one are noted, "" for none, ``noted`` that journal.  ``reused``,
+    ``tier`` and ``restore_ms`` are known once the caches were fetched, ``done`` at the end.
     """
 
     tokens: Sequence[int]
+    ids: TokenIds = field(init=False, repr=False)
+    tiers: object = None
+    stored_common: int = 0
     common: int = 0
     hit: LiveHit | None = None
     match: Match | None = None
+    restored: Restored | None = None
     cuts: list[Cut] = field(default_factory=list)
     why: str = ""
     single: bool = False
     journal: str = ""
     resume: list[int] = field(default_factory=list)
+    noted: ReplyJournal | None = None
     reused: int = 0
     tier: str = "none"
     restore_ms: float = 0.0
     fetched_at: float = 0.0
     alone: bool = True
     done: bool = False
+
+    def __post_init__(self) -> None:
+        self.ids = np.frombuffer(array("I", self.tokens), np.uint32)
+
+    @property
+    def size(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens)
 
     @property
     def computed(self) -> int:
@@ -112,9 +131,25 @@ class Plan:
         return f"{told}; not more: {self.why}" if self.why else told
 
 
-class PlannedPrompt(list[int]):
+class Seen(list[int]):
+    """Tokens that a model has seen for a request, with its plan; they grow as mlx-lm has it.
+
+    So do what it takes of them from their start on.
+    """
+
+    def __init__(self, tokens: Sequence[int], plan: Plan) -> None:
+        super().__init__(tokens)
+        self.plan = plan
+
+    def __getitem__(self, key: SupportsIndex | slice) -> Any:
+        found = super().__getitem__(key)
+        if isinstance(key, slice) and not key.start and key.step is None:
+            return Seen(cast(list[int], found), self.plan)
+        return found
+
+
+class PlannedPrompt(Seen):
     """The tokens of a prompt, with the plan that was made for them."""
 
     def __init__(self, plan: Plan) -> None:
-        super().__init__(plan.tokens)
-        self.plan = plan
+        super().__init__(plan.tokens, plan)

@@ -11,7 +11,7 @@ alone, without a stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,14 @@ from pion_vllm_mlx.cache.layers import StoredCache, dismantle
 from pion_vllm_mlx.cache.leaf import LeafRows, LeafSpec, Side, dtype_name
 from pion_vllm_mlx.cache.lineage.coverage import Window
 from pion_vllm_mlx.cache.lineage.lending import Lent
-from pion_vllm_mlx.cache.lineage.shape import Shape, Slot, array_specs, window_leaves, window_of
+from pion_vllm_mlx.cache.lineage.shape import (
+    Shape,
+    Slot,
+    array_specs,
+    flat,
+    window_leaves,
+    window_of,
+)
 from pion_vllm_mlx.cache.slots_state import StatePart, encode_parts, state_dtype
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import get_format
@@ -100,6 +107,12 @@ class Captured:
     states: dict[int, list[HeldState | None]]
 
     @property
+    def arrays(self) -> list[mx.array]:
+        """What has to be scheduled before another thread may have it."""
+        states = [one.raw for state in self.states.values() for one in state if one is not None]
+        return [*{id(held.raw): held.raw for held in self.rows}.values(), *states]
+
+    @property
     def num_bytes(self) -> int:
         rows = sum((held.end - held.start) * held.heads * held.raw.shape[3] for held in self.rows)
         arrays = (one for state in self.states.values() for one in state if one is not None)
@@ -110,6 +123,15 @@ class Captured:
         for slot, arrays in self.states.items():
             parts = [None if one is None else one.part() for one in arrays]
             yield slot, encode_parts("ArraysCache", parts)
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a thread has once ``arrays`` are scheduled: ``captured`` gives it, on any thread."""
+
+    arrays: list[mx.array]
+    captured: Callable[[], Captured]
+    num_bytes: int
 
 
 @dataclass(frozen=True)
@@ -127,7 +149,7 @@ class Since:
 def capture(
     caches: Sequence[Any], length: int, since: Since, shape: Shape, vquant: str | None
 ) -> Captured:
-    """What is new in caches that hold ``length`` tokens. Evaluates nothing, waits for nothing.
+    """What is new in caches that hold ``length`` tokens. Schedules nothing, waits for nothing.
 
     Raises UnsupportedCache for caches that cannot be stored, are of another make than the
     model's, or hold another number of tokens.
@@ -142,7 +164,7 @@ def capture(
     rows = [
         (part.layer, part.side, part.start, part.array) for part in _new_rows(caches, stored, since)
     ]
-    return Captured(stored.slots, leaves, _scheduled(rows, states), states)
+    return Captured(stored.slots, leaves, _as_bytes(rows), states)
 
 
 def captured_of(
@@ -180,12 +202,14 @@ _Whole = tuple[mx.array, list[_Row]]
 def _new_rows(caches: Sequence[Any], stored: StoredCache, since: Since) -> Iterator[LeafRows]:
     """The new rows, as parts of the caches' buffers."""
     windows = window_leaves(stored.slots)
+    rings = window_leaves([slot for slot in flat(stored.slots) if window_of(slot) is not None])
     for run in stored.rows:
-        if run.layer not in windows:
-            first = max(since.rows - run.start, 0)
+        if run.layer not in rings:
+            known = since.fresh if run.layer in windows else since.rows
+            first = max(known - run.start, 0)
             if first < run.count:
                 yield run.part(first, run.count)
-    if not windows:
+    if not rings:
         return
     for slot, cache in _slots_with_caches(caches, stored.slots):
         window = window_of(slot)
@@ -246,22 +270,19 @@ def _held_state(array: mx.array) -> HeldState:
     return HeldState(state_dtype(array.dtype), tuple(array.shape), raw)
 
 
-def _scheduled(rows: list[_Row], states: dict[int, list[HeldState | None]]) -> list[HeldRows]:
-    """The rows as arrays of bytes, and all that has to be computed for them scheduled."""
+def _as_bytes(rows: list[_Row]) -> list[HeldRows]:
+    """The rows as arrays of bytes, still to be computed."""
     copied = computes_on_gpu() or sum(array.nbytes for *_, array in rows) <= SMALL_BYTES
     wholes = _copied_together(rows) if copied else [(row[3], [row]) for row in rows]
-    held, raws = [], []
+    held = []
     for whole, members in wholes:
         raw = whole if whole.dtype == mx.uint8 else whole.view(mx.uint8)
-        raws.append(raw)
         first = 0
         for layer, side, start, array in members:
             _, heads, count, _ = array.shape
             where = (layer, side, start, start + count)
             held.append(HeldRows(*where, raw, first, heads, dtype_name(array.dtype)))
             first += heads
-    arrays = [one.raw for state in states.values() for one in state if one is not None]
-    mx.async_eval([*raws, *arrays])  # type: ignore[no-untyped-call]
     return held
 
 

@@ -12,7 +12,7 @@ moves all of it to the host: there the new rows are copied, and the copies are l
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,15 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from pion_vllm_mlx.cache.layers import cache_arrays
+
+Schedule = Callable[[Sequence[mx.array], Callable[[], None]], None]
+"""Has arrays computed on this thread, and calls something when all are scheduled."""
+
+
+def at_once(arrays: Sequence[mx.array], then: Callable[[], None]) -> None:
+    """Schedules all arrays now."""
+    mx.async_eval(list(arrays))  # type: ignore[no-untyped-call]
+    then()
 
 
 @dataclass(frozen=True)
@@ -40,11 +49,12 @@ def can_be_lent() -> bool:
 
 
 def lend(caches: Sequence[Any]) -> Lent:
-    """What another thread needs of ``caches``; what they lack is scheduled on this thread."""
+    """What another thread needs of ``caches``.
+
+    It may look at it when all of ``raw`` have been scheduled on this thread.
+    """
     own = list(_shells(caches))
-    raw = {id(array): bytes_of(array) for array in cache_arrays(own)}
-    mx.async_eval(list(raw.values()))  # type: ignore[no-untyped-call]
-    return Lent(own, raw)
+    return Lent(own, {id(array): bytes_of(array) for array in cache_arrays(own)})
 
 
 def bytes_of(array: mx.array) -> mx.array:

@@ -14,7 +14,7 @@ from pion_vllm_mlx.cache.completion import CompletionRecord, Run, TokenIds
 from pion_vllm_mlx.cache.lineage.capture import Captured
 from pion_vllm_mlx.cache.lineage.coverage import Ranges, Window, clipped, merged, without
 from pion_vllm_mlx.cache.lineage.index import Found, Names, Segment
-from pion_vllm_mlx.cache.lineage.shape import window_leaves
+from pion_vllm_mlx.cache.lineage.shape import needs_checkpoints, window_leaves
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.errors import PionError
 
@@ -37,6 +37,11 @@ class Job:
     @property
     def length(self) -> int:
         return int(self.tokens.size)
+
+    @property
+    def owns_checkpoint(self) -> bool:
+        """Whether these caches can be restored where the prompt ends, and only there."""
+        return needs_checkpoints(self.captured.slots)
 
     def up_to_anchor(self) -> Job:
         """The rows up to the anchor, as an anchor of their own."""
@@ -68,7 +73,7 @@ class Target:
 
     def owns_state(self, job: Job) -> bool:
         """Whether the state of a job belongs here, and is not there."""
-        if not job.captured.states or not self.segment.base < job.length <= self.end:
+        if not job.owns_checkpoint or not self.segment.base < job.length <= self.end:
             return False
         there = {one.length: one.kind for one in self.segment.checkpoints}
         return job.length not in there or (job.kind == "anchor" and there[job.length] != "anchor")

@@ -63,6 +63,12 @@ def cuts(total: int, restored: int, common: int, anchor: int | None, ending: int
     return [best[position] for position in sorted(best)]
 
 
+def with_anchor(found: Sequence[Cut], position: int) -> list[Cut]:
+    """The cuts, and an anchor at ``position``, which comes before any other cut there."""
+    others = [cut for cut in found if cut.position != position]
+    return sorted([*others, Cut(position, "anchor")], key=lambda cut: cut.position)
+
+
 def _guard(total: int, restored: int, ending: int) -> int:
     """Before the ending, if it is longer than a guard's distance and there is room."""
     early = total - GUARD_TOKENS - ending

@@ -41,6 +41,20 @@ def window_of(slot: Slot) -> Window | None:
     return Window(int(slot["max_size"]), int(slot["keep"]))
 
 
+def chunks_of(slot: Slot) -> Window | None:
+    """The chunk of a slot with chunked attention, None of any other.
+
+    What it has dropped depends on how it was filled: only where it was taken its rows are known
+    to be enough. They are stored as those of a window.
+    """
+    return Window(int(slot["chunk_size"]), 0) if slot["class"] == "ChunkedKVCache" else None
+
+
+def needs_checkpoints(slots: Sequence[Slot]) -> bool:
+    """Whether caches restore only where they were taken."""
+    return any(slot["class"] not in _ROWS_ANYWHERE for slot in flat(slots))
+
+
 def array_specs(slot: Slot) -> list[ArraySpec]:
     """The arrays of one slot that have rows."""
     specs = [ArraySpec.from_json(value) for value in slot.get("arrays", [])]
@@ -73,7 +87,7 @@ class Shape:
     @property
     def stateful(self) -> bool:
         """Whether a restore needs a checkpoint."""
-        return any(slot["class"] not in _ROWS_ANYWHERE for slot in flat(self.settings))
+        return needs_checkpoints(self.settings)
 
     @property
     def wants_cuts(self) -> bool:
@@ -126,10 +140,10 @@ def _slot_at(slot: Slot, length: int) -> Slot:
 
 
 def window_leaves(slots: Sequence[Slot]) -> dict[int, Window]:
-    """Per leaf of a sliding-window slot its window."""
+    """Per leaf of which early rows may be missing, its window."""
     found: dict[int, Window] = {}
     for slot in flat(slots):
-        window = window_of(slot)
+        window = window_of(slot) or chunks_of(slot)
         if window is not None:
             found.update((spec.layer, window) for spec in array_specs(slot))
     return found

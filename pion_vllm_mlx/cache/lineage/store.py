@@ -20,20 +20,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import policy
 from pion_vllm_mlx.cache.lineage.background import Background, Task, weakly
+from pion_vllm_mlx.cache.lineage.beginnings import Beginnings
 from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
-from pion_vllm_mlx.cache.lineage.capture import Captured, Since, capture, captured_of
+from pion_vllm_mlx.cache.lineage.capture import Since, Taken, capture, captured_of
 from pion_vllm_mlx.cache.lineage.client import connect
 from pion_vllm_mlx.cache.lineage.counters import Counters
 from pion_vllm_mlx.cache.lineage.endings import Endings
 from pion_vllm_mlx.cache.lineage.faults import MALFORMED, Faults
 from pion_vllm_mlx.cache.lineage.index import Index
 from pion_vllm_mlx.cache.lineage.journal import Journals, ReplyJournal
-from pion_vllm_mlx.cache.lineage.lending import can_be_lent, lend
+from pion_vllm_mlx.cache.lineage.lending import Schedule, at_once, can_be_lent, lend
 from pion_vllm_mlx.cache.lineage.matching import Rules, match_of
 from pion_vllm_mlx.cache.lineage.model_key import ModelKey
 from pion_vllm_mlx.cache.lineage.plan import Job
@@ -83,8 +82,9 @@ class LineageStore(Stored):
         self._writer = Writer(self._back, self.options.budget_bytes, self._counters)
         self._background = Background(self.options.queue_bytes, weakly(self._when_idle))
         self._unsealed: dict[str, None] = {}
-        self._anchors: list[TokenIds] = []
+        self._anchors = Beginnings(policy.MOST_ANCHORS)
         self._endings = Endings()
+        self._shared = Beginnings(policy.MOST_ANCHORS)
         self._swept = False
         weakref.finalize(self, _close, self._background, self._front, self._back)
         try:
@@ -179,10 +179,21 @@ class LineageStore(Stored):
             return []
         if not self._shape.wants_cuts:
             if anchor is not None and anchor >= FIRST_TOKENS and match.tokens.size > anchor:
-                self._anchors = [*self._anchors[-policy.MOST_ANCHORS :], match.tokens[:anchor]]
+                self._anchors.expect(match.tokens[:anchor])
             return []
         ending = self._endings.ending(match.tokens, match.common, match.stored)
-        return policy.cuts(len(tokens), match.length, match.common, anchor, ending)
+        found = policy.cuts(len(tokens), match.length, match.common, anchor, ending)
+        shared = self._shared.longest(match.tokens)
+        return policy.with_anchor(found, shared) if shared > match.length else found
+
+    def expect_beginning(self, tokens: Tokens) -> None:
+        """Prompts of other agents will begin with ``tokens``, too: an anchor lies at their end.
+
+        Any thread.
+        """
+        ids, _ = token_ids(tokens)
+        if ids is not None and ids.size >= policy.LEAST_NEW_TOKENS:
+            self._shared.expect(ids)
 
     def keep(
         self,
@@ -191,13 +202,15 @@ class LineageStore(Stored):
         kind: KeepKind = "final",
         *,
         given: bool = False,
+        schedule: Schedule = at_once,
     ) -> bool:
         """Has ``caches``, which hold exactly ``tokens``, stored; returns at once.
 
         Copies what is new on this thread's stream and hands it to a background thread.
         ``given``: nobody writes to these caches any more, so that the thread may take them
-        apart. False, and counted, where they were not taken: nothing new, the queue is full,
-        a cache that does not fit. Never raises for a reason of the store.
+        apart. ``schedule`` has the arrays computed, on this thread. False, and counted, where
+        they were not taken: nothing new, the queue is full, a cache that does not fit. Never
+        raises for a reason of the store.
         """
         ids, why = token_ids(tokens)
         if ids is None or self._bypass is not None or ids.size < self._least:
@@ -208,25 +221,30 @@ class LineageStore(Stored):
             self._counters.add("known")
             return False
         try:
-            take, num_bytes = self._taking(caches, int(ids.size), since, given)
+            taken = self._taken(caches, int(ids.size), since, given)
         except UnsupportedCache as error:
             self._faults.refused(error)
             return False
-        anchor = self._anchor_of(ids)
+        anchor = self._anchors.longest(ids)
         anchor = anchor if since.rows < anchor else 0  # else it is stored, or inside of something
         key = self._key
 
         def write() -> None:
-            self._write(Job(ids, kind, take(), key.identity, key.names, anchor))
+            self._write(Job(ids, kind, taken.captured(), key.identity, key.names, anchor))
 
-        task = Task(write, partial(self._failed, ids), num_bytes)
-        if not self._background.put(task):
-            self._counters.add("queue_full", why="more waits to be stored than the queue holds")
-            return False
-        self._counters.add("kept")
+        full: list[bool] = []
+
+        def queue() -> None:
+            if not self._background.put(Task(write, partial(self._failed, ids), taken.num_bytes)):
+                self._counters.add("queue_full", why="more waits to be stored than the queue holds")
+                self._recent.forget(ids)
+                full.append(True)
+
         point = int(ids.size) if self._shape.stateful else None
         self._recent.note(ids, int(ids.size), int(ids.size), point)
-        return True
+        schedule(taken.arrays, queue)
+        self._counters.add("kept", not full)
+        return not full
 
     # -- journals ---------------------------------------------------------------
 
@@ -290,22 +308,16 @@ class LineageStore(Stored):
             self._key = key
             self._recent.clear()
 
-    def _taking(
-        self, caches: Sequence[Any], length: int, since: Since, given: bool
-    ) -> tuple[Callable[[], Captured], int]:
-        """What gives the new rows on the background thread, and how many bytes they are."""
+    def _taken(self, caches: Sequence[Any], length: int, since: Since, given: bool) -> Taken:
+        """What the background thread is to have of caches."""
         shape, vquant = self._shape, self.options.vquant
         if given and can_be_lent():
             lent = lend(caches)
             new = lent.num_bytes * (length - since.rows) // length
-            return partial(captured_of, lent, length, since, shape, vquant), new
+            found = partial(captured_of, lent, length, since, shape, vquant)
+            return Taken(list(lent.raw.values()), found, new)
         captured = capture(caches, length, since, shape, vquant)
-        return lambda: captured, captured.num_bytes
-
-    def _anchor_of(self, ids: TokenIds) -> int:
-        """The longest known anchor that a prompt begins with."""
-        fits = [one.size for one in self._anchors if np.array_equal(ids[: one.size], one)]
-        return max(fits, default=0)
+        return Taken(captured.arrays, lambda: captured, captured.num_bytes)
 
     # on the background thread
 

@@ -1,0 +1,103 @@
+"""Computing caches that were taken out of a batch, a few arrays with every token.
+
+What mlx-lm hands over at a cut or at the end of a reply are copies that are still to be made.
+Made at once they hold up the next token of everybody else by as long as the whole cache takes
+to be copied. Here each step of the batch carries along a piece: its sampled tokens depend on
+a few of the arrays, so that they are computed with the step, by the same call, and the thread
+that generates waits for nothing on our account.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+Then = Callable[[], None]
+Sampler = Callable[[mx.array], mx.array]
+
+#: of one step. An array is not divided: one is always carried, whatever its size.
+MOST_ARRAYS = 16
+CPU_BYTES = 4 << 20
+GPU_BYTES = 32 << 20
+#: what waits is done within about so many steps, however much it is.
+MOST_STEPS = 64
+
+
+@dataclass
+class _Part:
+    """Arrays that are still to be computed, and what is to be done when all are scheduled."""
+
+    arrays: deque[mx.array]
+    then: Then
+
+
+class Spread:
+    """What is to be computed, in order. For the thread that generates."""
+
+    def __init__(self) -> None:
+        gpu = mx.default_device().type == mx.DeviceType.gpu
+        self.least_bytes = GPU_BYTES if gpu else CPU_BYTES
+        self._parts: deque[_Part] = deque()
+        self._waiting_bytes = 0
+        self._carrying = False
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes of the arrays that no step has carried yet."""
+        return self._waiting_bytes
+
+    def add(self, arrays: Sequence[mx.array], then: Then = lambda: None) -> None:
+        """Has ``arrays`` computed soon; ``then`` is called when the last one is scheduled."""
+        self._parts.append(_Part(deque(arrays), then))
+        self._waiting_bytes += sum(array.nbytes for array in arrays)
+
+    def carrying(self, make_sampler: Callable[..., Sampler]) -> Callable[..., Sampler]:
+        """``make_sampler``, whose samplers' tokens carry pieces."""
+
+        def make(*args: Any) -> Sampler:
+            sample = make_sampler(*args)
+            return lambda logits: self.carried(sample(logits))
+
+        return make
+
+    def carried(self, sampled: mx.array) -> mx.array:
+        """The same tokens, which depend on the next piece: once a step."""
+        if self._carrying or not self._parts:
+            return sampled
+        self._carrying = True
+        piece = self._piece()
+        return mx.depends(sampled, piece) if piece else sampled
+
+    def stepped(self) -> None:
+        """A step has been scheduled, with the piece that it carries."""
+        self._carrying = False
+        while self._parts and not self._parts[0].arrays:
+            self._parts.popleft().then()
+
+    def finish(self) -> None:
+        """Schedules all that waits: nobody is held up."""
+        arrays = [array for part in self._parts for array in part.arrays]
+        if arrays:
+            mx.async_eval(arrays)  # type: ignore[no-untyped-call]
+        for part in self._parts:
+            part.arrays.clear()
+        self._waiting_bytes = 0
+        self.stepped()
+
+    def _piece(self) -> list[mx.array]:
+        """The next arrays, as many as a step may carry."""
+        allowed = max(self.least_bytes, self._waiting_bytes // MOST_STEPS)
+        piece: list[mx.array] = []
+        for part in self._parts:
+            while part.arrays:
+                size = part.arrays[0].nbytes
+                if piece and (len(piece) == MOST_ARRAYS or size > allowed):
+                    return piece
+                piece.append(part.arrays.popleft())
+                allowed -= size
+                self._waiting_bytes -= size
+        return piece
