@@ -2,7 +2,8 @@
 
 PINGs go one after the other from a process of their own. Each load lasts as long as its
 256 MB take, and is repeated; times of all repetitions count together. ``idle`` is the same
-measurement beside a connection that does nothing.
+measurement beside a connection that does nothing, ``lane`` beside one that sends PING after
+PING on the binary lane, at whose socket the server likes to stay.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pion_vllm_mlx.wire.frames import HEADER_BYTES, frame
+
+from .binary_lane import connected, loop
 from .common import (
     DEADLINE_SECONDS,
     REPOSITORY,
@@ -33,6 +37,7 @@ from .prefix import Bytes, Shape, fetch, register, store
 
 #: 16 layers, both sides, 8 MB each: 256 MiB.
 SHAPE = Shape(tokens=8192)
+LANE_SECONDS, LANE_PINGS = 0.5, 100
 
 PINGER = """
 import json, socket, sys, threading, time
@@ -66,6 +71,14 @@ def ping_during(pion: Process, load: Callable[[], object]) -> list[float]:
     return times
 
 
+def hurry(port: int) -> None:
+    """PING after PING on the binary lane, for a while."""
+    ends_at = time.monotonic() + LANE_SECONDS
+    with connected(port) as sock:
+        while time.monotonic() < ends_at:
+            loop(sock, frame(0xFF), HEADER_BYTES, LANE_PINGS)
+
+
 def figures_of(times: list[float]) -> dict[str, Any]:
     """Percentiles in ms, against the bar."""
     ms = {f"p{share}": percentile(times, share / 100) * 1e3 for share in (50, 99)}
@@ -81,7 +94,7 @@ def figures_of(times: list[float]) -> dict[str, Any]:
 def measure(options: argparse.Namespace, folder: Path) -> None:
     layers: list[Bytes] = [SHAPE.random_layer()]
     buffers = SHAPE.buffers()
-    times: dict[str, list[float]] = {"idle": [], "store": [], "fetch": []}
+    times: dict[str, list[float]] = {"idle": [], "lane": [], "store": [], "fetch": []}
     with pion_server(folder / "pion") as pion, pion.connect(unix=options.unix) as connection:
         for turn in range(options.pairs):
             wait_until_quiet(options.patience)
@@ -89,6 +102,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
             register(connection, namespace, SHAPE)
             loads: dict[str, Callable[[], object]] = {
                 "idle": lambda: time.sleep(0.2),
+                "lane": lambda: hurry(pion.port + 1),
                 "store": lambda name=namespace: store(connection, name, SHAPE, layers),  # type: ignore[misc]
                 "fetch": lambda name=namespace: fetch(connection, name, SHAPE, buffers),  # type: ignore[misc]
             }

@@ -6,10 +6,11 @@ where the other processor has gone to sleep too. So after a reply to such a clie
 loop's thread looks at the socket itself, and lets the client run in between where both share
 a processor.
 
-Nobody else may notice. It lingers only for a client that has kept sending at once while
-nobody else asked for anything: ``wait`` for one request, ``turn`` in all before the event
-loop looks at every other connection. Having waited in vain costs the client its place until
-it was quick again for a while, so a connection that rests takes no time.
+Nobody else may notice. It lingers only for a client that has kept sending at once, and only
+where nobody else has asked for anything for a while: ``wait`` for one request, ``turn`` in
+all before the event loop looks at every other connection. Having waited in vain costs the
+client its place until it was quick again for a while, so a connection that rests takes no
+time.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ class Moments:
 
     ``wait``: the next request may take; a processor that slept needs tens of microseconds.
     ``turn``: others may have to wait. ``quick``: the time from a reply to the next request
-    of a client for whom it pays.
+    of a client for whom it pays. ``alone``: nobody else asked for anything.
     """
 
     wait: float = 60e-6
-    turn: float = 500e-6
+    turn: float = 250e-6
     quick: float = 150e-6
+    alone: float = 0.2
 
 
 class Linger:
@@ -50,6 +52,7 @@ class Linger:
         self._socket: socket.socket | None = None
         self._asked = 0
         self._left = 0.0
+        self._alone_from = 0.0
         self._turn_ends = 0.0
         self._trust = -TRUST_AGAIN
 
@@ -60,6 +63,9 @@ class Linger:
         """
         now = time.monotonic()
         if asked != self._asked:
+            self._alone_from = now + self._moments.alone
+            self._trust = -TRUST_AGAIN
+        elif now < self._alone_from:
             self._trust = -TRUST_AGAIN
         elif now - self._left < self._moments.quick:
             self._trust += 1

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -16,8 +17,8 @@ from tests.server.memory.lane import ERROR, FETCH, OK, PING, STORE, Lane, frame,
 from tests.server.wire import Wire
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux was measured")
-#: every client is quick, and nothing is ever too late.
-LONG = Moments(wait=60.0, turn=60.0, quick=60.0)
+#: every client is quick, nothing is ever too late, and who has asked is forgotten at once.
+LONG = Moments(wait=60.0, turn=60.0, quick=60.0, alone=0.0)
 
 
 @pytest.fixture
@@ -44,28 +45,33 @@ def test_it_stays_for_a_client_that_was_quick_for_a_while(
     late = threading.Timer(0.02, pair[1].sendall, (b"late",))
     late.start()
     window = memoryview(bytearray(10))
-    assert linger.receive(window) == 4 and bytes(window[:4]) == b"late"
+    assert linger.receive(window) == 4 and window[:4] == b"late"
     linger.close()
 
 
 @on_linux
 def test_a_slow_client_is_not_waited_for(pair: tuple[socket.socket, socket.socket]) -> None:
-    linger = Linger(pair[0].fileno(), Moments(wait=60.0, turn=60.0, quick=0.0))
+    linger = Linger(pair[0].fileno(), replace(LONG, quick=0.0))
     linger.left(0)
     assert not any(linger.arrived(0) for _ in range(3 * TRUST_AGAIN))
 
 
 @on_linux
-def test_whoever_else_asks_ends_it(pair: tuple[socket.socket, socket.socket]) -> None:
-    linger = trusted(Linger(pair[0].fileno(), LONG))
-    assert linger.arrived(0) and not linger.arrived(1)
-    linger.left(1)
+def test_whoever_else_asks_ends_it_for_a_while(pair: tuple[socket.socket, socket.socket]) -> None:
+    patient = replace(LONG, alone=60.0)
+    linger = trusted(Linger(pair[0].fileno(), patient))
+    assert linger.arrived(0)
     assert not linger.arrived(1)
+    linger.left(1)
+    assert not any(linger.arrived(1) for _ in range(3 * TRUST_AGAIN))
+    forgetful = trusted(Linger(pair[0].fileno(), LONG))
+    forgetful.arrived(1)
+    trusted(forgetful, 1)
 
 
 @on_linux
 def test_a_turn_has_an_end_whatever_is_there(pair: tuple[socket.socket, socket.socket]) -> None:
-    linger = Linger(pair[0].fileno(), Moments(wait=60.0, turn=-1.0, quick=60.0))
+    linger = Linger(pair[0].fileno(), replace(LONG, turn=-1.0))
     trusted(linger)
     pair[1].sendall(b"more")
     assert linger.receive(memoryview(bytearray(10))) == 0
@@ -77,7 +83,7 @@ def test_a_turn_has_an_end_whatever_is_there(pair: tuple[socket.socket, socket.s
 def test_waiting_in_vain_costs_the_client_its_place(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
-    linger = Linger(pair[0].fileno(), Moments(wait=0.001, turn=60.0, quick=60.0))
+    linger = Linger(pair[0].fileno(), replace(LONG, wait=0.001))
     trusted(linger)
     assert linger.receive(memoryview(bytearray(10))) == 0
     assert not linger.arrived(0)
