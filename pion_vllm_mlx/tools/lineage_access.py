@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pion_vllm_mlx.cache.completion import TokenIds
-from pion_vllm_mlx.cache.lineage.client import LineageClient, as_int, as_text, connect, pairs_of
+from pion_vllm_mlx.cache.lineage.client import (
+    LineageClient,
+    as_int,
+    as_text,
+    connect,
+    no_lineages,
+    pairs_of,
+)
 from pion_vllm_mlx.cache.lineage.conversations import ends_here
 from pion_vllm_mlx.cache.lineage.index import (
     LRU_KEY,
@@ -25,7 +32,7 @@ from pion_vllm_mlx.cache.lineage.index import (
     parse_tokens,
 )
 from pion_vllm_mlx.cache.lineage.types import LineageOptions
-from pion_vllm_mlx.errors import ConfigError, DamagedData
+from pion_vllm_mlx.errors import CommandError, ConfigError, DamagedData
 from pion_vllm_mlx.tools.store_access import advising
 
 #: the store that ``serve`` has where nothing else is named.
@@ -84,6 +91,8 @@ class Shelf:
         for ranked, sizes in self.client.everywhere(asked):
             used |= {as_text(name): float(as_text(score)) for name, score in pairs_of(ranked)}
             size |= {as_text(name): as_int(as_text(value), 0) for name, value in pairs_of(sizes)}
+        if not used:
+            self._require_lineages()
         found = {name: one for name, one in self._segments(list(used)).items() if _is_shown(one)}
         return [
             self._listed(name, found[name], size.get(name, 0), used[name])
@@ -143,6 +152,13 @@ class Shelf:
         return [names.member(kid.number) for kid in leaf.kids]
 
     # -- inside ---------------------------------------------------------------
+
+    def _require_lineages(self) -> None:
+        """Raises StoreUnavailable where a server cannot have any."""
+        names = Names("0")
+        (reply,) = self.client.pipeline(names.route, [("KV.PREFIX.LONGEST", names.index, b"")])
+        if isinstance(reply, CommandError):
+            raise no_lineages(reply)
 
     def _segments(self, members: list[str]) -> dict[str, Segment]:
         """The segments that the keys over all models name."""

@@ -1,8 +1,12 @@
-"""conversations on a server of several workers: every model's lineages live on one of them."""
+"""conversations on other servers: of several workers, and those that keep no lineages.
+
+Every model's lineages live on one worker.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +62,19 @@ def test_every_workers_conversations_are_listed_explained_and_changed(
     gone = command("conversations", "delete", *names, "--url", url_of(server))
     assert gone.code == 0, gone.err
     assert command("conversations", "--json", "--url", url_of(server)).json == []
+
+
+def test_a_server_that_cannot_keep_conversations_is_named_as_one(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o700)
+    flags = ("--ns-prefix", "app:")
+    server = RunningServer(free_port_block(), tmp_path / "data", flags).start()
+    try:
+        listed = command("conversations", "--url", url_of(server))
+        assert listed.code == 1 and "without --ns-prefix" in listed.err
+        model = tiny_model("llama")
+        store = open_store(model, server)
+        turn = Engine(model, store).turn(prompt(80, 1), reply=2)
+        assert store.flush(60) and "without --ns-prefix" in turn.match.why
+        store.close()
+    finally:
+        server.stop()

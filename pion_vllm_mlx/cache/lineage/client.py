@@ -140,6 +140,14 @@ def connect(options: LineageOptions) -> LineageClient:
     return LineageClient(endpoint, options.deadline_seconds)
 
 
+def no_lineages(refusal: CommandError) -> StoreUnavailable:
+    """The error for a server that keeps no lineages, or none for this user."""
+    sentence = f"KV.PREFIX.LONGEST: {refusal.sentence}"
+    if "required prefix" in sentence or "for tenant" in sentence:
+        sentence += "; conversations need a server without --ns-prefix, and its default user"
+    return StoreUnavailable(sentence)
+
+
 def as_int(value: Any, otherwise: int = -1) -> int:
     """A reply as a number."""
     try:

@@ -30,10 +30,16 @@ import numpy as np
 
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage.blocks import common_tokens, root_field
-from pion_vllm_mlx.cache.lineage.client import LineageClient, as_int, as_text, require_array
+from pion_vllm_mlx.cache.lineage.client import (
+    LineageClient,
+    as_int,
+    as_text,
+    no_lineages,
+    require_array,
+)
 from pion_vllm_mlx.cache.lineage.coverage import Ranges, Window, from_text
 from pion_vllm_mlx.cache.lineage.types import KEEP_KINDS, Checkpoint, KeepKind, Piece
-from pion_vllm_mlx.errors import CommandError, DamagedData, StoreUnavailable
+from pion_vllm_mlx.errors import CommandError, DamagedData
 
 LRU_KEY, SIZES_KEY, ANCHORS_KEY = "pps:lru", "pps:sizes", "pps:anchors"
 FIELDS = ("parent", "base", "len", "up", "kids", "ckpts", "win", "kind", "pin")
@@ -190,7 +196,7 @@ class Index:
             commands.append(("HGET", self.names.key("roots"), first))
         longest, *root = self._client.pipeline(self.names.route, commands, tokens.nbytes)
         if isinstance(longest, CommandError):
-            raise StoreUnavailable(f"KV.PREFIX.LONGEST: {longest.sentence}") from longest
+            raise no_lineages(longest) from longest
         length, namespace, _ = require_array(longest, "KV.PREFIX.LONGEST")
         if namespace is not None and length:
             return as_int(as_text(namespace).rpartition("s")[2]), as_int(length, 0)
