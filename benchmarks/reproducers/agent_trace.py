@@ -6,8 +6,8 @@ stock ``mlx_lm.server`` and ``vllm-mlx serve``, as the chat requests that serve'
 them: the same tokens, without the billing header, which is checked by their number.  All on the
 same tiny models of random weights, in turn.  What the models saw is counted in their processes.
 
-``--servers`` and ``--models`` choose; vllm-mlx runs with ``--vllm-python``.  The bars: of the
-reusable tokens at least 95 % reused, by hybrids 90 %.
+``--servers`` and ``--models`` choose (a single model is kept in a file of its own); vllm-mlx runs
+with ``--vllm-python``.  The bars: of the reusable tokens at least 95 % reused, by hybrids 90 %.
 """
 
 from __future__ import annotations
@@ -186,7 +186,8 @@ def main() -> None:
     with fresh_folder(options.dir) as folder:
         for family in options.models:
             figures[family] = one_model(family, options, folder)
-    report("agent_trace", options, figures, "mlx", "mlx-lm")
+    chosen = "" if len(options.models) > 1 else f"-{options.models[0]}"
+    report(f"agent_trace{chosen}", options, figures, "mlx", "mlx-lm")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 ==========  ==================================================================
 kind        taken
 ==========  ==================================================================
-guard       16 tokens before the end of the prompt, or before what the next prompt will
-            not have of that end (``endings``), if at least 256 are new
+guard       16 tokens before the end of the prompt, if at least 256 are new; before
+            what the next prompt will not have of that end (``endings``), if that gains 256
 anchor      at the end of system prompt and tools
 divergence  where the prompt leaves what is stored, if that gains 256 tokens
 final       at the end of what was computed
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from pion_vllm_mlx.cache.lineage.endings import Ending
 from pion_vllm_mlx.cache.lineage.types import Checkpoint, Cut, CutKind
 
 GUARD_TOKENS = 16
@@ -23,6 +24,7 @@ MOST_CHECKPOINTS = 4
 ANCHOR_SLACK_TOKENS = 2
 MOST_ANCHORS = 16
 MOST_ANCHOR_BYTES = 16 * 10**9
+NO_ENDING = Ending()
 
 _RANK: dict[CutKind, int] = {"anchor": 0, "divergence": 1, "guard": 2}
 
@@ -44,10 +46,12 @@ def anchor_length(rendered: Sequence[int], prompt: Sequence[int]) -> int:
     return max(0, common_prefix(rendered, prompt) - ANCHOR_SLACK_TOKENS)
 
 
-def cuts(total: int, restored: int, common: int, anchor: int | None, ending: int = 0) -> list[Cut]:
+def cuts(
+    total: int, restored: int, common: int, anchor: int | None, ending: Ending = NO_ENDING
+) -> list[Cut]:
     """Where a prompt of ``total`` tokens is cut, of which ``restored`` need no prefill.
 
-    The next prompt is expected to leave this one ``ending`` tokens before its end.
+    The next prompt is expected to leave this one where its ``ending`` begins.
     """
     wanted: list[Cut] = []
     if anchor:
@@ -55,7 +59,7 @@ def cuts(total: int, restored: int, common: int, anchor: int | None, ending: int
     if common - restored >= LEAST_NEW_TOKENS:
         wanted.append(Cut(common, "divergence"))
     if total - restored >= LEAST_NEW_TOKENS:
-        wanted.append(Cut(_guard(total, restored, ending), "guard"))
+        wanted += [Cut(position, "guard") for position in _guards(total, restored, ending)]
     best: dict[int, Cut] = {}
     for cut in sorted(wanted, key=lambda cut: _RANK[cut.kind], reverse=True):
         if restored < cut.position < total:
@@ -69,10 +73,13 @@ def with_anchor(found: Sequence[Cut], position: int) -> list[Cut]:
     return sorted([*others, Cut(position, "anchor")], key=lambda cut: cut.position)
 
 
-def _guard(total: int, restored: int, ending: int) -> int:
-    """Before the ending, if it is longer than a guard's distance and there is room."""
-    early = total - GUARD_TOKENS - ending
-    return early if ending > GUARD_TOKENS and early > restored else total - GUARD_TOKENS
+def _guards(total: int, restored: int, ending: Ending) -> list[int]:
+    """Before the ending where that is of use; and near the end unless that surely is of none."""
+    usual = total - GUARD_TOKENS
+    early = usual - ending.tokens
+    if ending.tokens <= GUARD_TOKENS or early - restored < LEAST_NEW_TOKENS:
+        return [usual]
+    return [early] if ending.sure else [early, usual]
 
 
 def thinned(

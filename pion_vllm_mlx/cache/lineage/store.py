@@ -181,7 +181,7 @@ class LineageStore(Stored):
             if anchor is not None and anchor >= FIRST_TOKENS and match.tokens.size > anchor:
                 self._anchors.expect(match.tokens[:anchor])
             return []
-        ending = self._endings.ending(match.tokens, match.common, match.stored)
+        ending = self._endings.expected(match.tokens, match.common, match.stored)
         found = policy.cuts(len(tokens), match.length, match.common, anchor, ending)
         shared = self._shared.longest(match.tokens)
         return policy.with_anchor(found, shared) if shared > match.length else found
