@@ -31,6 +31,7 @@ from pion_vllm_mlx.kernels.problem import (
     Suffix,
 )
 from pion_vllm_mlx.kernels.reference import top_blocks
+from pion_vllm_mlx.kernels.scratch import SCRATCH
 from pion_vllm_mlx.kernels.threads import in_threads
 
 # Bytes of float32 keys in a chunk: widened ones have to stay in a core's cache, views need not.
@@ -108,7 +109,9 @@ def weigh(q: Floats, keys: Floats, values: Floats, hidden: NDArray[np.bool_] | N
     tile = _tile_tokens(num, dim)
     by_tile = (num_groups, num // tile, 1, tile, dim)
     q_tiles = _row_tiles(q)
-    scores = np.matmul(q_tiles, keys.reshape(by_tile).swapaxes(-1, -2))
+    shape = (num_groups, num // tile, *q_tiles.shape[2:4])
+    scores = SCRATCH.floats("scores", (*shape, tile))
+    np.matmul(q_tiles, keys.reshape(by_tile).swapaxes(-1, -2), out=scores)
     if hidden is not None:
         spread = _row_tiles(hidden)[:, 0]
         spread = spread.reshape(*spread.shape[:3], -1, tile)
@@ -118,8 +121,8 @@ def weigh(q: Floats, keys: Floats, values: Floats, hidden: NDArray[np.bool_] | N
     scores -= (highest if hidden is None else _finite(highest))[:, None, :, :, None]
     np.exp(scores, out=scores)
     total = scores.sum(axis=1).sum(axis=-1)
-    out = np.matmul(scores, values.reshape(by_tile))
-    out = out[:, 0] if out.shape[1] == 1 else out.sum(axis=1)
+    outs = SCRATCH.floats("outs", (*shape, dim))
+    out = np.matmul(scores, values.reshape(by_tile), out=outs).sum(axis=1)
     flat = (num_groups, -1)
     return Running(
         highest.reshape(*flat, 1)[:, :num_rows],
@@ -231,7 +234,10 @@ def suffix_chunks(
     suffix: Suffix, groups: HeadGroups, shape: tuple[int, ...], num_queries: int
 ) -> list[Chunk]:
     """The chunks of a suffix, of which query m sees ``t <= max(0, S - M) + m``."""
-    rows = Rows(suffix.keys, heads=groups.used), Rows(suffix.values, heads=groups.used)
+    rows = (
+        Rows(suffix.keys, heads=groups.used),
+        Rows(suffix.values, heads=groups.used, name="values"),
+    )
     chunks = chunks_of(rows, [(0, suffix.num_tokens)], shape)
     if num_queries == 1:
         return chunks
@@ -292,7 +298,10 @@ class CpuKernels(Kernels):
         grouped = Grouped(q, job.head_map, prefix.num_kv_heads)
         used = grouped.groups.used
         shape = grouped.rows.shape
-        rows = Rows(prefix.keys, prefix.table, used), Rows(prefix.values, prefix.table, used)
+        rows = (
+            Rows(prefix.keys, prefix.table, used),
+            Rows(prefix.values, prefix.table, used, "values"),
+        )
         chunks = chunks_of(rows, ranges, shape)
         if job.suffix is not None:
             chunks += suffix_chunks(job.suffix, grouped.groups, shape, q.shape[1])
@@ -311,9 +320,8 @@ class CpuKernels(Kernels):
             return Attended(zeros, np.full((num_heads, 1), -np.inf, np.float32))
         q = (widened(job.q) * np.float32(1 / math.sqrt(dim)))[:, None]
         kv_heads = job.head_map.astype(np.intp)[:, None]
-        keys, values = (
-            Rows(side, job.prefix.table) for side in (job.prefix.keys, job.prefix.values)
-        )
+        keys = Rows(job.prefix.keys, job.prefix.table)
+        values = Rows(job.prefix.values, job.prefix.table, name="values")
 
         def work(columns: Range) -> Running:
             first, end = columns

@@ -14,17 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_vllm_mlx.kernels.problem import Affine, Attended, Side
+from pion_vllm_mlx.kernels.scratch import SCRATCH
 
 Floats: TypeAlias = NDArray[np.float32]
 Range: TypeAlias = tuple[int, int]
 """Tokens [first, end)."""
 
 
-def widened(array: NDArray[Any]) -> Floats:
-    """f32 of f32, f16 or bf16 bits; the same array where it is f32."""
+def widened(array: NDArray[Any], scratch: str = "") -> Floats:
+    """f32 of f32, f16 or bf16 bits; the same array where it is f32.
+
+    With ``scratch`` a new array is this thread's buffer of that name.
+    """
     if array.dtype == np.float32:
         return array
-    out = np.empty(array.shape, np.float32)
+    out = SCRATCH.floats(scratch, array.shape) if scratch else np.empty(array.shape, np.float32)
     if array.dtype == np.uint16:
         bits = out.view(np.uint32)
         bits[...] = array
@@ -60,14 +64,14 @@ _PAIRS = np.stack([np.arange(256) & 15, np.arange(256) >> 4], 1).astype(np.float
 _PAIR_ITEMS = _PAIRS.view(np.uint64)[:, 0]
 
 
-def dequantized(side: Affine) -> Floats:
-    """f32 ``[..., D]`` of groups of codes."""
+def dequantized(side: Affine, scratch: str) -> Floats:
+    """f32 ``[..., D]`` of groups of codes, in this thread's buffer of the name ``scratch``."""
     codes = np.ascontiguousarray(side.codes).view(np.uint8)
+    values = SCRATCH.floats(scratch, side.shape)
     if side.bits == 4:
-        items = np.empty(codes.shape, np.uint64)
-        values = np.take(_PAIR_ITEMS, codes, out=items, mode="wrap").view(np.float32)
+        np.take(_PAIR_ITEMS, codes, out=values.view(np.uint64), mode="wrap")
     else:
-        values = codes.astype(np.float32)
+        values[...] = codes
     groups = values.reshape(*values.shape[:-1], -1, side.group)
     groups *= widened(side.scales)[..., None]
     groups += widened(side.biases)[..., None]
@@ -78,6 +82,8 @@ def dequantized(side: Affine) -> Floats:
 class Rows:
     """One side of a prefix or suffix, read in pieces as float32.
 
+    What is read is good until this thread reads again from rows of the same ``name``.
+
     ``side`` ``[H_kv, N, D]``, or ``[pool, H_kv, page, D]`` with a ``table``.  ``heads``: the KV
     heads to read, None for all.
     """
@@ -85,6 +91,7 @@ class Rows:
     side: Side
     table: NDArray[np.int32] | None = None
     heads: NDArray[np.intp] | None = None
+    name: str = "keys"
 
     @property
     def is_plain(self) -> bool:
@@ -106,8 +113,8 @@ class Rows:
 
     def _converted(self, pick: Callable[[NDArray[Any]], NDArray[Any]]) -> Floats:
         if isinstance(self.side, Affine):
-            return dequantized(self.side.mapped(pick))
-        return widened(pick(self.side))
+            return dequantized(self.side.mapped(pick), self.name)
+        return widened(pick(self.side), self.name)
 
     def _joined(self, array: NDArray[Any], ranges: Sequence[Range]) -> NDArray[Any]:
         pieces = [piece for run in ranges for piece in self._pieces(array, run)]
