@@ -6,6 +6,7 @@ with its own threads). ``batched``: 16 queries at once against 16 queries one by
 8 of 1,024 blocks of 64 tokens, selected by block means that the prefix keeps, against all 65,536
 tokens. ``stored``: the time of a query over 2,048 tokens held in other types. ``mlx``: mlx's own
 attention on its default device against the kernel chosen for mlx arrays there, one query.
+``--device cuda`` measures the CUDA kernels instead: ``kernels_cuda`` says what.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.reproducers import kernels_cuda
 from benchmarks.reproducers.common import (
     alternate,
     arguments,
@@ -169,7 +171,13 @@ def beside_mlx(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    options = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see there")
+    parser.add_argument("--sweep", action="store_true", help="cuda: try other launch sizes only")
+    options = parser.parse_args()
+    if options.device == "cuda":
+        kernels_cuda.main(options)
+        return
     figures = {
         "fused_1_query": fused(options, 1),
         "fused_16_queries": fused(options, BATCH),

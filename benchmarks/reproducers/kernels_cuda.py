@@ -1,0 +1,332 @@
+"""The CUDA kernels beside mlx's own attention on one NVIDIA GPU: ``kernels --device cuda``.
+
+Keys and values are random bf16, prefixes of 2,048 to 65,536 tokens. A side is a chain of calls,
+each of which takes the output of the one before as its queries: the chain is built first, then
+evaluated against the clock, so a time is what the device and mlx's launching take, not Python's
+building. ``dense``: one query token; ``rate`` is the bytes of K and V over the time, ``of_copy``
+that over the bytes that a copy of 1 GB reads and writes in its time. ``batched``: 16 and 64 query
+tokens, ours, mlx's and the expression in mlx operations that gives the lse too. ``fused``: suffix
+and prefix under one softmax, beside mlx's attention over the joined arrays. ``sparse``: 8 of 1,024
+blocks of 64 tokens, given (``blocks``), as 512 listed tokens a head (``listed``) and selected by
+block means (``auto``), beside all 65,536 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from benchmarks.reproducers.common import alternate, check, paired_ratio, report
+from pion_vllm_mlx.kernels.cuda_kernels import CudaKernels
+from pion_vllm_mlx.kernels.device_kernels import DeviceKernels
+from pion_vllm_mlx.kernels.device_source import CUDA
+from pion_vllm_mlx.kernels.mlx_expression import MlxKernels
+from pion_vllm_mlx.kernels.mlx_runner import MlxRunner
+from pion_vllm_mlx.kernels.problem import BlocksJob, DenseJob, Kernels, Prefix, SparseJob, Suffix
+
+TOKENS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
+LONG, BLOCK, TOP = 65_536, 64, 8
+CHAIN_SECONDS = 0.02
+COPY_BYTES = 1 << 30
+
+Step = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Query heads, KV heads and head dimension of a model."""
+
+    name: str
+    q_heads: int
+    kv_heads: int
+    dim: int
+
+    @property
+    def head_map(self) -> Any:
+        """u8 ``[H_q]``: groups of neighbours."""
+        return np.repeat(np.arange(self.kv_heads), self.q_heads // self.kv_heads).astype(np.uint8)
+
+    def nbytes(self, num_tokens: int) -> int:
+        """Bytes of K and V in bf16."""
+        return 4 * self.kv_heads * num_tokens * self.dim
+
+
+SHAPES = (
+    Shape("32/8x128", 32, 8, 128),
+    Shape("32/8x64", 32, 8, 64),
+    Shape("32/32x128", 32, 32, 128),
+)
+
+
+@dataclass
+class Chain:
+    """Calls that wait for each other; returns seconds of one."""
+
+    step: Step
+    first: Any
+    calls: int = 4
+
+    def settle(self) -> Chain:
+        """Warm up and choose how many calls make a measurable time."""
+        for _ in range(2):
+            self()
+        self.calls = int(min(200, max(4, CHAIN_SECONDS / self())))
+        self()
+        return self
+
+    def __call__(self) -> float:
+        import mlx.core as mx
+
+        value = self.first
+        for _ in range(self.calls):
+            value = self.step(value)
+        mx.synchronize()
+        started = time.perf_counter()
+        mx.eval(value)
+        mx.synchronize()
+        return (time.perf_counter() - started) / self.calls
+
+
+def microseconds(times: list[float]) -> float:
+    """The median in us."""
+    return round(1e6 * float(np.median(times)), 2)
+
+
+def compare(sides: dict[str, Chain], options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds a call of every side, in turn."""
+    settled: dict[str, Callable[[], Any]] = {n: chain.settle() for n, chain in sides.items()}
+    return alternate(settled, options.pairs, options.patience)
+
+
+def random(*shape: int) -> Any:
+    """Standard normal values in bf16, evaluated."""
+    import mlx.core as mx
+
+    drawn = mx.random.normal(shape).astype(mx.bfloat16)
+    mx.eval(drawn)
+    return drawn
+
+
+def held(shape: Shape, num_tokens: int) -> Prefix:
+    """A random prefix."""
+    sides = [random(shape.kv_heads, num_tokens, shape.dim) for _ in range(2)]
+    return Prefix(sides[0], sides[1], num_tokens)
+
+
+def ours(kernels: Kernels, shape: Shape, prefix: Prefix, suffix: Suffix | None = None) -> Step:
+    """Dense attention by ``kernels``; queries ``[H_q, M, D]``."""
+    return lambda q: kernels.attend(DenseJob(q, prefix, shape.head_map, 0, suffix)).out
+
+
+def theirs(shape: Shape, keys: Any, values: Any, mask: Any = None) -> Step:
+    """mlx's own attention; queries ``[1, H_q, M, D]``."""
+    import mlx.core as mx
+
+    attention, scale = mx.fast.scaled_dot_product_attention, shape.dim**-0.5
+    return lambda q: attention(q, keys[None], values[None], scale=scale, mask=mask)
+
+
+def copy_rate(options: argparse.Namespace) -> float:
+    """Bytes read and written a second by a copy of 1 GB."""
+    import mlx.core as mx
+
+    source = mx.zeros((COPY_BYTES // 4,), mx.float32)
+    mx.eval(source)
+    seconds = compare({"copy": Chain(lambda x: x + 1, source)}, options)["copy"]
+    return 2 * COPY_BYTES / float(np.median(seconds))
+
+
+def dense(kernels: Kernels, copied: float, options: argparse.Namespace) -> dict[str, Any]:
+    """One query token over every length and shape."""
+    found: dict[str, Any] = {}
+    for shape in SHAPES:
+        for num_tokens in TOKENS:
+            prefix, q = held(shape, num_tokens), random(shape.q_heads, 1, shape.dim)
+            seconds = compare(
+                {
+                    "kernel": Chain(ours(kernels, shape, prefix), q),
+                    "mlx": Chain(theirs(shape, prefix.keys, prefix.values), q[None]),
+                },
+                options,
+            )
+            ratio = paired_ratio(seconds["kernel"], seconds["mlx"])
+            rate = shape.nbytes(num_tokens) / float(np.median(seconds["kernel"]))
+            found[f"{shape.name} N={num_tokens}"] = {
+                "us": {name: microseconds(times) for name, times in seconds.items()},
+                "ratio": ratio["median"],
+                "check": check(ratio["median"], 1.2, at_least=False),
+                "rate_GB_s": round(rate / 1e9),
+                "of_copy": round(rate / copied, 3),
+            }
+    return found
+
+
+def batched(kernels: Kernels, options: argparse.Namespace) -> dict[str, Any]:
+    """Many query tokens: three ways, and which is fastest."""
+    found: dict[str, Any] = {}
+    shape = SHAPES[0]
+    for num_tokens in (2048, 16_384, 65_536):
+        for num_queries in (16, 64):
+            prefix, q = held(shape, num_tokens), random(shape.q_heads, num_queries, shape.dim)
+            seconds = compare(
+                {
+                    "kernel": Chain(ours(kernels, shape, prefix), q),
+                    "expression": Chain(ours(MlxKernels(), shape, prefix), q),
+                    "mlx": Chain(theirs(shape, prefix.keys, prefix.values), q[None]),
+                },
+                options,
+            )
+            times = {name: microseconds(one) for name, one in seconds.items()}
+            found[f"{shape.name} N={num_tokens} M={num_queries}"] = {
+                "us": times,
+                "ratio": paired_ratio(seconds["kernel"], seconds["mlx"])["median"],
+                "with_lse": min(("kernel", "expression"), key=lambda name: times[name]),
+            }
+    return found
+
+
+def fused(kernels: Kernels, options: argparse.Namespace) -> dict[str, Any]:
+    """Prefix and suffix under one softmax, beside mlx on the joined arrays."""
+    import mlx.core as mx
+
+    found: dict[str, Any] = {}
+    shape = SHAPES[0]
+    for num_tokens in (2048, 16_384, 65_536):
+        for num_queries, num_suffix in ((1, 64), (16, 16)):
+            prefix, q = held(shape, num_tokens), random(shape.q_heads, num_queries, shape.dim)
+            suffix = Suffix(*(random(shape.kv_heads, num_suffix, shape.dim) for _ in range(2)))
+            keys = mx.concatenate([prefix.keys, suffix.keys], axis=1)
+            values = mx.concatenate([prefix.values, suffix.values], axis=1)
+            mask = "causal" if num_queries > 1 else None
+            mx.eval(keys, values)
+            seconds = compare(
+                {
+                    "kernel": Chain(ours(kernels, shape, prefix, suffix), q),
+                    "mlx": Chain(theirs(shape, keys, values, mask), q[None]),
+                },
+                options,
+            )
+            found[f"{shape.name} N={num_tokens} M={num_queries} S={num_suffix}"] = {
+                "us": {name: microseconds(times) for name, times in seconds.items()},
+                "ratio": paired_ratio(seconds["kernel"], seconds["mlx"])["median"],
+            }
+    return found
+
+
+def sparse(kernels: Kernels, options: argparse.Namespace) -> dict[str, Any]:
+    """8 of 1,024 blocks beside the whole prefix."""
+    return {shape.name: sparse_of(kernels, shape, options) for shape in SHAPES}
+
+
+def sparse_of(kernels: Kernels, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+    """Sparse attention of one shape in three ways; times, and dense over each."""
+    import mlx.core as mx
+
+    prefix, head_map = held(shape, LONG), shape.head_map
+    statistics = kernels.block_statistics(prefix, BLOCK, 0, "mean")
+    chosen = np.sort(np.random.default_rng(0).permutation(LONG // BLOCK)[:TOP]).astype(np.int32)
+    tokens = (chosen[:, None] * BLOCK + np.arange(BLOCK)).reshape(1, -1).astype(np.int32)
+    indices = np.repeat(tokens, shape.q_heads, axis=0)
+    counts = np.full(shape.q_heads, TOP * BLOCK, np.int32)
+    blocks = mx.array(chosen)
+    mx.eval(statistics.high, blocks)
+
+    def of_blocks(q: Any, ids: Any) -> Any:
+        job = BlocksJob(q, prefix, head_map, ids, BLOCK)
+        return kernels.attend_blocks(job).out.reshape(q.shape)
+
+    def auto(q: Any) -> Any:
+        scores = kernels.block_scores(q, statistics, head_map)
+        return of_blocks(q, kernels.top_blocks(scores, TOP))
+
+    def listed(q: Any) -> Any:
+        job = SparseJob(q, prefix, head_map, indices, counts)
+        return kernels.attend_sparse(job).out.reshape(q.shape)
+
+    q = random(shape.q_heads, shape.dim)
+    seconds = compare(
+        {
+            "dense": Chain(ours(kernels, shape, prefix), q[:, None]),
+            "mlx dense": Chain(theirs(shape, prefix.keys, prefix.values), q[None, :, None]),
+            "blocks": Chain(lambda value: of_blocks(value, blocks), q),
+            "listed": Chain(listed, q),
+            "auto": Chain(auto, q),
+        },
+        options,
+    )
+    ratios = {
+        name: paired_ratio(seconds["dense"], seconds[name])["median"]
+        for name in ("blocks", "listed", "auto")
+    }
+    return {
+        "us": {name: microseconds(times) for name, times in seconds.items()},
+        "dense_over": ratios,
+        "checks": {name: check(ratio, 10, at_least=True) for name, ratio in ratios.items()},
+    }
+
+
+def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One query token under other numbers of the dialect, in us: what to choose them from."""
+    rows = []
+    for shape in SHAPES[:1] + SHAPES[2:]:
+        prefixes = {num: held(shape, num) for num in (2048, 8192, 65_536)}
+        q = random(shape.q_heads, 1, shape.dim)
+        for row_quads in (8, 16):
+            for unroll in (4, 8, 16):
+                for simdgroups in (4, 8):
+                    changed = replace(
+                        CUDA, row_quads=row_quads, unroll=unroll, simdgroups=simdgroups
+                    )
+                    for threadgroups in (264, 396, 528, 792, 1056):
+                        dialect = replace(changed, threadgroups=threadgroups)
+                        kernels = DeviceKernels(MlxRunner(dialect))
+                        times = {}
+                        for num, prefix in prefixes.items():
+                            chain = Chain(ours(kernels, shape, prefix), q).settle()
+                            times[str(num)] = microseconds([chain() for _ in range(3)])
+                        rows.append(
+                            {
+                                "shape": shape.name,
+                                "row_quads": row_quads,
+                                "unroll": unroll,
+                                "simdgroups": simdgroups,
+                                "threadgroups": threadgroups,
+                                "us": times,
+                            }
+                        )
+                        print(rows[-1], flush=True)
+    return rows
+
+
+def device_name() -> str:
+    """What mlx says about the device."""
+    import mlx.core as mx
+
+    return str(mx.device_info().get("device_name", mx.default_device()))
+
+
+def main(options: argparse.Namespace) -> None:
+    """Measure and report; with ``--sweep`` only the sweep."""
+    kernels = CudaKernels()
+    reason = kernels.unavailable()
+    if reason is not None:
+        raise SystemExit(f"no CUDA kernels here: {reason}")
+    if options.sweep:
+        best = sorted(sweep(options), key=lambda row: sum(row["us"].values()))
+        print("best:", *best[:10], sep="\n")
+        return
+    copied = copy_rate(options)
+    figures = {
+        "device": device_name(),
+        "copy_GB_s": round(copied / 1e9),
+        "dense": dense(kernels, copied, options),
+        "batched": batched(kernels, options),
+        "fused": fused(kernels, options),
+        "sparse": sparse(kernels, options),
+    }
+    report("kernels_cuda", options, figures, "mlx")
