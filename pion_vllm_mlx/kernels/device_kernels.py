@@ -218,17 +218,6 @@ class DeviceKernels(Kernels):
     ) -> Array:
         """Scores of the blocks, averaged over the query heads."""
         heads, num_blocks, dim = (int(n) for n in statistics.high.shape)
-        sums = self.runner.run(
-            Launch(
-                "query_sums",
-                (),
-                (("D", dim),),
-                (("members", self._members(head_map.tobytes(), heads)), ("queries", q)),
-                (("rising", (heads, dim), "f32"), ("falling", (heads, dim), "f32")),
-                (heads, 1, 1),
-                _SIMD,
-            )
-        )
         low = statistics.low
         numbers = self._numbers(0, 0, 0, heads, 1, 1, 0, 0, len(head_map), 0, 1, num_blocks)
         return self.runner.run(
@@ -238,8 +227,8 @@ class DeviceKernels(Kernels):
                 (("D", dim),),
                 (
                     ("params", numbers),
-                    ("rising", sums[0]),
-                    ("falling", sums[1]),
+                    ("members", self._members(head_map.tobytes(), heads)),
+                    ("queries", q),
                     ("high", statistics.high),
                     *(() if low is None else (("low", low),)),
                 ),

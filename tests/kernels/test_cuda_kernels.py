@@ -33,8 +33,7 @@ def moved(given: Any) -> Any:
     if isinstance(given, Suffix):
         return Suffix(moved(given.keys), moved(given.values))
     if isinstance(given, Affine):
-        arrays = (transfer.to_mlx(array) for array in (given.codes, given.scales, given.biases))
-        return Affine(*arrays, bits=given.bits, group=given.group)
+        return given.mapped(transfer.to_mlx)
     return None if given is None else transfer.to_mlx(given)
 
 

@@ -167,7 +167,7 @@ def test_small_inputs_are_indexed_only(metal: Bench, rng: np.random.Generator) -
     # mlx puts inputs of fewer than 8 values in another address space: a pointer to one cannot be
     # handed to a function that takes a device pointer. The texts that do so get longer inputs.
     pointers = {"queries", "keys", "values", "suffix_keys", "suffix_values", "table", "params"}
-    pointers |= {"rising", "falling", "high", "low"}
+    pointers |= {"high", "low"}
     for row in cases.pairwise(device_cases.DENSE_AXES)[:20]:
         recorded = signature_of(row)
         small = {name for name, _, is_small in recorded.inputs if is_small}

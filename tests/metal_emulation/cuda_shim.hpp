@@ -80,6 +80,11 @@ inline T __shfl_xor_sync(unsigned, T value, int mask, PLACE) {
   emulation::emulation_exchange(file, line, same_bits<unsigned>(value), values);
   return same_bits<T>(unsigned(values[(this_lane() ^ mask) & 31]));
 }
+inline int __any_sync(unsigned, int value, PLACE) {
+  std::uint64_t values[32];
+  emulation::emulation_exchange(file, line, value != 0, values);
+  return std::any_of(values, values + 32, [](std::uint64_t one) { return one != 0; });
+}
 #undef PLACE
 
 #define __device__
