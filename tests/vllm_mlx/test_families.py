@@ -17,7 +17,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend import (  # noqa: E402
 from tests.conftest import RunningServer  # noqa: E402
 from tests.models import token_ids  # noqa: E402
 from tests.vllm_mlx.engines import REPLY_TOKENS, running_engine  # noqa: E402
-from tests.vllm_mlx.families import FAMILIES, Turn, script  # noqa: E402
+from tests.vllm_mlx.families import FAMILIES, RECURRENT, Turn, script  # noqa: E402
 
 IN_PROCESS = BackendSettings(options=None)
 
@@ -84,6 +84,19 @@ def test_eight_clients_at_once_all_hit_and_get_the_reply_of_a_client_alone(famil
         again = engine.ask_all(prompts)
         assert [reply.cached for reply in again] == [len(prompt) - 1 for prompt in prompts]
         assert [reply.tokens for reply in again] == expected
+
+
+@pytest.mark.usefixtures("uninstalled")
+@pytest.mark.parametrize("family", RECURRENT)
+def test_prompts_of_different_lengths_at_once_get_the_reply_of_a_client_alone(family: str) -> None:
+    prompts = [token_ids(40 + 83 * index, seed=90 + index) for index in range(6)]
+    install_vllm_mlx_backend(settings=IN_PROCESS)
+    with running_engine(FAMILIES[family]) as engine:
+        at_once = engine.ask_all(prompts)
+    assert [reply.cached for reply in at_once] == [0] * 6
+    for prompt, reply in zip(prompts, at_once, strict=True):  # one a time, as a new engine does
+        with running_engine(FAMILIES[family]) as engine:
+            assert engine.ask(prompt).tokens == reply.tokens
 
 
 @pytest.mark.usefixtures("uninstalled")
