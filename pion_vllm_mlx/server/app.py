@@ -50,6 +50,7 @@ class Connection(asyncio.BufferedProtocol):
         self.transport: asyncio.Transport | None = None
         self.client: Client | None = None
         self.progress = 0.0
+        self._guarded = bool(server.config.password)
         self._step = 0
         self._counted = 0
         self._short_bytes = 0
@@ -154,14 +155,14 @@ class Connection(asyncio.BufferedProtocol):
 
     def _parse(self, nbytes: int) -> None:
         """Take in what was received, under the limits of who is known to have sent it."""
-        self.parser.limits = UNAUTHENTICATED if self._unknown else LIMITS
+        if self._guarded:
+            self.parser.limits = UNAUTHENTICATED if self._unknown else LIMITS
         self.parser.buffer_updated(nbytes)
 
     @property
     def _unknown(self) -> bool:
         """Whether a password is asked for and was not given."""
-        assert self.client is not None
-        return bool(self.server.config.password) and not self.client.authenticated
+        return self._guarded and self.client is not None and not self.client.authenticated
 
     def _open_bulk(self, args: list[Arg], length: int) -> BulkTarget:
         """A place for a long argument; it waits where earlier commands may change the answer."""
