@@ -60,7 +60,7 @@ class Saver:
         So, too, when evicted prefixes still lie in logs and snapshots.
         """
         store = self._store
-        if store.space.owed > store.config.wal_size:
+        if store.config.wal and store.space.owed > store.config.wal_size:
             return True
         if time.monotonic() - store.last_write >= quiet_seconds:
             return store.vstore_wal.size + store.ssm_wal.size > store.config.wal_size
