@@ -187,6 +187,7 @@ def main() -> None:
         for family in options.models:
             figures[family] = one_model(family, options, folder)
     chosen = "" if len(options.models) > 1 else f"-{options.models[0]}"
+    chosen += "-short" if options.short else ""
     report(f"agent_trace{chosen}", options, figures, "mlx", "mlx-lm")
 
 

@@ -11,6 +11,7 @@ pytest.importorskip("vllm_mlx")
 from tests.serve.agent_trace import FAMILIES, prove_trace
 
 
+@pytest.mark.timeout(300)  # half a minute for all on a machine of its own
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_agent_s_trace_reuses_what_earlier_requests_computed(
     tmp_path: Path, family: str
