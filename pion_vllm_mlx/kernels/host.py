@@ -14,68 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_vllm_mlx.kernels.problem import Affine, Attended, Side
-from pion_vllm_mlx.kernels.scratch import SCRATCH
+from pion_vllm_mlx.kernels.quantized import Codes, dequantized
+from pion_vllm_mlx.kernels.widening import Floats, widened
 
-Floats: TypeAlias = NDArray[np.float32]
 Range: TypeAlias = tuple[int, int]
 """Tokens [first, end)."""
-
-
-def widened(array: NDArray[Any], scratch: str = "") -> Floats:
-    """f32 of f32, f16 or bf16 bits; the same array where it is f32.
-
-    With ``scratch`` a new array is this thread's buffer of that name.
-    """
-    if array.dtype == np.float32:
-        return array
-    out = SCRATCH.floats(scratch, array.shape) if scratch else np.empty(array.shape, np.float32)
-    if array.dtype == np.uint16:
-        bits = out.view(np.uint32)
-        bits[...] = array
-        bits <<= np.uint32(16)
-    elif _any_infinite(array):
-        out[...] = array
-    else:
-        _widen_finite(array, out)
-    return out
-
-
-def _any_infinite(halves: NDArray[Any]) -> bool:
-    """Whether an f16 array holds an infinity or a NaN."""
-    magnitudes = np.bitwise_and(halves.view(np.uint16), np.uint16(0x7FFF))
-    return bool(magnitudes.max(initial=0) >= 0x7C00)
-
-
-def _widen_finite(halves: NDArray[Any], out: Floats) -> None:
-    """Write finite f16 values as f32: numpy's own conversion takes five times as long.
-
-    The bits move to where float32 has sign, exponent and mantissa; the product corrects the
-    exponent's bias, and is exact for subnormal halves too.
-    """
-    bits = out.view(np.int32)
-    bits[...] = halves.view(np.int16)  # the sign fills the upper half
-    bits <<= np.int32(13)
-    bits &= np.int32(-0x70002000)  # of its copies, the one in front stays
-    out *= np.float32(2.0**112)
-
-
-# Both values of a byte of 4-bit codes, as one eight-byte item.
-_PAIRS = np.stack([np.arange(256) & 15, np.arange(256) >> 4], 1).astype(np.float32)
-_PAIR_ITEMS = _PAIRS.view(np.uint64)[:, 0]
-
-
-def dequantized(side: Affine, scratch: str) -> Floats:
-    """f32 ``[..., D]`` of groups of codes, in this thread's buffer of the name ``scratch``."""
-    codes = np.ascontiguousarray(side.codes).view(np.uint8)
-    values = SCRATCH.floats(scratch, side.shape)
-    if side.bits == 4:
-        np.take(_PAIR_ITEMS, codes, out=values.view(np.uint64), mode="wrap")
-    else:
-        values[...] = codes
-    groups = values.reshape(*values.shape[:-1], -1, side.group)
-    groups *= widened(side.scales)[..., None]
-    groups += widened(side.biases)[..., None]
-    return values
 
 
 @dataclass(frozen=True)
@@ -102,6 +45,15 @@ class Rows:
     def read(self, ranges: Sequence[Range]) -> Floats:
         """The tokens of the ranges, ``[U, n, D]``; a view where one plain range is asked for."""
         return self._converted(lambda array: self._joined(array, ranges))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the rows are groups of codes."""
+        return isinstance(self.side, Affine)
+
+    def codes(self, ranges: Sequence[Range]) -> Codes:
+        """The tokens of the ranges as codes, of a quantized side."""
+        return Codes.of(self.side.mapped(lambda array: self._joined(array, ranges)), self.name)
 
     def take(self, kv_heads: NDArray[np.intp], tokens: NDArray[np.intp]) -> Floats:
         """Row (kv_heads[i, j], tokens[i, j]) for all i, j: ``[I, J, D]``; ``heads`` is ignored."""

@@ -11,8 +11,8 @@ import pytest
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.kernels import api, transfer
 from pion_vllm_mlx.kernels.api import Attended, Prefix, Selection, Suffix
-from pion_vllm_mlx.kernels.host import widened
 from pion_vllm_mlx.kernels.threads import in_threads
+from pion_vllm_mlx.kernels.widening import widened
 from tests.kernels import cases
 
 
