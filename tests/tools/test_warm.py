@@ -80,6 +80,31 @@ def test_serve_starts_where_warm_has_ended(
     assert all(listed[one["conversation"]]["pinned"] for one in (plain, tools))
 
 
+@pytest.mark.parametrize("kind", ["quantized", "draft"])
+def test_other_caches_of_the_engine_are_warmed_under_its_flags(
+    server: RunningServer, models: Path, tmp_path: Path, kind: str
+) -> None:
+    # mlx-lm quantizes from a number of tokens on, which is 5,000 unless it is told
+    flags: tuple[str, ...] = ("--kv-bits", "8", "--kv-group-size", "32")
+    flags += ("--quantized-kv-start", "0")
+    if kind == "draft":
+        flags = ("--draft-model", str(make_folder(tmp_path / "draft", num_hidden_layers=1)))
+    elif "--kv-bits" not in command("serve", "--help").out:
+        pytest.skip("this mlx-lm's server has no --kv-bits")
+    text = tmp_path / "system.txt"
+    text.write_text(f"{kind}: {SYSTEM}")
+    model = models / "llama"
+    ran = command("warm", text, "--model", model, "--json", *store_of(server), *flags)
+    (warmed,) = ran.json
+    assert warmed["computed"] == warmed["tokens"] > len(SYSTEM)
+    messages = [{**SYSTEM_MESSAGE, "content": f"{kind}: {SYSTEM}"}, USER]
+    with running_engine(tmp_path, model, *store_of(server), flags=flags) as engine:
+        reply = engine.chat(messages, limit=2)
+        assert reply.cached == warmed["tokens"], reply.receipt
+    with running_engine(tmp_path, model, *store_of(server)) as engine:
+        assert engine.chat(messages, limit=2).cached < 16  # other caches, another key
+
+
 def at(server: RunningServer) -> tuple[str, str]:
     return "--url", f"tcp://127.0.0.1:{server.port}"
 
