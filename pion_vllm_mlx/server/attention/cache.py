@@ -111,10 +111,13 @@ class AttentionCache:
         """Make a layer WARM; ``source``: the namespace whose rows it was made from."""
         self.slots.put(key, Slot(resident, source), rehydrates=bool(source))
 
-    async def query(self, key: Key, request: Request) -> Arrays:
-        """The arrays of a reply. Raises ColdMiss, NotStored, CommandError."""
+    def query(self, key: Key, request: Request) -> Awaitable[Arrays]:
+        """Begin a query; the arrays of its reply. Raises ColdMiss, NotStored, CommandError."""
         slot = self.slots.find(key)
-        found = await self.engine.compute(request.bound(slot.held))
+        return self._answered(key, slot, self.engine.begin(request.bound(slot.held)))
+
+    async def _answered(self, key: Key, slot: Slot[Resident], pending: Awaitable[Arrays]) -> Arrays:
+        found = await pending
         self.slots.touch(key, slot)
         # block statistics are made by the first query that needs them
         self.slots.fit(key)

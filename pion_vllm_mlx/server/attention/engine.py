@@ -8,10 +8,11 @@ computed wait in a queue; those of one layer that can share a pass over its K/V 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 from pion_vllm_mlx.errors import CommandError
@@ -56,62 +57,71 @@ class Call(Generic[ResultT]):
 
 @dataclass(frozen=True)
 class _Job:
+    """Work, and where its result is waited for."""
+
     work: Work[Any]
     done: asyncio.Future[Any]
 
 
 class Engine:
-    """Computes in order of arrival. Belongs to an event loop but for ``_drain``."""
+    """Computes in order of arrival. Belongs to an event loop, all but ``_run``."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="attention")
-        self._queue: deque[_Job] = deque()
-        self._draining = False
+        self._queue: SimpleQueue[_Job | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
         #: queries answered, and passes over K/V that answered several of them
         self.queries = 0
         self.shared_passes = 0
 
-    async def compute(self, work: Work[ResultT]) -> ResultT:
-        """The result of ``work``; raises what it raises."""
+    def begin(self, work: Work[ResultT]) -> asyncio.Future[ResultT]:
+        """Have ``work`` computed; its result, or what it raises."""
         loop = asyncio.get_running_loop()
-        job = _Job(work, loop.create_future())
-        self._queue.append(job)
-        if not self._draining:
-            self._draining = True
-            self._thread.submit(self._drain, loop)
-        result: ResultT = await job.done
-        return result
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, args=(loop,), name="attention", daemon=True
+            )
+            self._thread.start()
+        done: asyncio.Future[ResultT] = loop.create_future()
+        self._queue.put(_Job(work, done))
+        return done
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function on the thread."""
-        return await self.compute(Call(function))
+        return await self.begin(Call(function))
 
     def close(self) -> None:
-        """Compute nothing more."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """Compute nothing more, once what is being computed is done."""
+        self._queue.put(None)
 
-    # -- on the thread ---------------------------------------------------------
-
-    def _drain(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Compute until the queue is empty."""
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The thread: computes what is in the queue until None comes."""
         waiting: deque[_Job] = deque()
         while True:
-            while self._queue:
-                waiting.append(self._queue.popleft())
-            if not waiting:
-                break
+            while not waiting or not self._queue.empty():
+                job = self._queue.get()
+                if job is None:
+                    return
+                waiting.append(job)
             jobs = _next_group(waiting)
             outcomes = _outcomes([job.work for job in jobs])
-            _tell(loop, _settle, jobs, outcomes, self)
-        _tell(loop, self._drained, loop)
+            try:
+                loop.call_soon_threadsafe(self._settle, jobs, outcomes)
+            except RuntimeError:
+                # the loop is closed, and nobody waits
+                return
+            del jobs, outcomes
 
-    # -- on the event loop -----------------------------------------------------
-
-    def _drained(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The thread is idle; what came in after its last look goes on."""
-        self._draining = bool(self._queue)
-        if self._draining:
-            self._thread.submit(self._drain, loop)
+    def _settle(self, jobs: Sequence[_Job], outcomes: Sequence[Any]) -> None:
+        """Hand over results, on the event loop."""
+        self.queries += sum(job.work.rows > 0 for job in jobs)
+        self.shared_passes += len(jobs) > 1
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            if job.done.done():
+                continue
+            if isinstance(outcome, BaseException):
+                job.done.set_exception(outcome)
+            else:
+                job.done.set_result(outcome)
 
 
 def _next_group(waiting: deque[_Job]) -> list[_Job]:
@@ -144,24 +154,3 @@ def _outcomes(works: Sequence[Work[Any]]) -> list[Any]:
         return [failed]
     # one of them may be at fault: each for itself
     return [outcome for work in works for outcome in _outcomes([work])]
-
-
-def _settle(jobs: Sequence[_Job], outcomes: Sequence[Any], engine: Engine) -> None:
-    engine.queries += sum(job.work.rows > 0 for job in jobs)
-    engine.shared_passes += len(jobs) > 1
-    for job, outcome in zip(jobs, outcomes, strict=True):
-        if job.done.done():
-            continue
-        if isinstance(outcome, BaseException):
-            job.done.set_exception(outcome)
-        else:
-            job.done.set_result(outcome)
-
-
-def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
-    """Call a function on the loop, unless the server has stopped meanwhile."""
-    try:
-        loop.call_soon_threadsafe(function, *args)
-    except RuntimeError:
-        if not loop.is_closed():
-            raise

@@ -14,9 +14,11 @@ u32     fa_window, only where four bytes are left; without it the server's defau
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.arguments import check_prefix
-from pion_vllm_mlx.server.attention.requests import Dense, Sizes, raw
+from pion_vllm_mlx.server.attention.requests import Arrays, Dense, Sizes, raw
 from pion_vllm_mlx.server.attention.slots import Key
 from pion_vllm_mlx.server.memory.layer_store import Piece
 from pion_vllm_mlx.server.session import Context
@@ -26,8 +28,8 @@ WHERE = "ATTEND.PREFIX.QUERY_FUSED"
 _WINDOW_BYTES = 4
 
 
-async def query_fused(context: Context, body: BodyReader) -> list[Piece]:
-    """Answer one frame: f32 ``[H_q, M, D]``. Raises CommandError, ColdMiss, NotStored."""
+def query_fused(context: Context, body: BodyReader) -> Awaitable[list[Piece]]:
+    """Begin a query; its reply f32 ``[H_q, M, D]``. Raises CommandError, ColdMiss, NotStored."""
     attention = context.server.attention
     key = Key(body.sid(), body.u16())
     check_prefix([key.sid], context.server.config.ns_prefix)
@@ -41,7 +43,11 @@ async def query_fused(context: Context, body: BodyReader) -> list[Piece]:
     asked = int.from_bytes(window, "little") if window else -1
     sizes = Sizes(WHERE, heads, kv_heads, dim, attention.window(asked))
     request = Dense(sizes, sizes.queries(q), sizes.head_map(head_map), sizes.suffix(suffix, k, v))
-    return [raw(array) for array in await attention.query(key, request)]
+    return _pieces(attention.query(key, request))
+
+
+async def _pieces(pending: Awaitable[Arrays]) -> list[Piece]:
+    return [raw(array) for array in await pending]
 
 
 def _ends(rest: memoryview, query: int, side: int, heads: int) -> list[int]:

@@ -6,11 +6,11 @@ the same on the binary lane.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from pion_vllm_mlx.server import arguments
-from pion_vllm_mlx.server.attention.requests import Dense, Request, Sizes, raw
+from pion_vllm_mlx.server.attention.requests import Arrays, Dense, Request, Sizes, raw
 from pion_vllm_mlx.server.attention.resident import Blob, Shape
 from pion_vllm_mlx.server.attention.slots import Key
 from pion_vllm_mlx.server.command import Reply, command
@@ -61,10 +61,13 @@ def blobs(args: list[Arg]) -> list[Blob]:
     return [arguments.data(arg) for arg in args]
 
 
-async def answer(context: Context, key: Key, request: Request) -> Reply:
-    """The reply to a query. Raises CommandError, ColdMiss, NotStored."""
-    found = await context.server.attention.query(key, request)
-    return bulk_in_memory([raw(array) for array in found])
+def answer(context: Context, key: Key, request: Request) -> Awaitable[Reply]:
+    """Begin a query; its reply. Raises CommandError, ColdMiss, NotStored."""
+    return _bulk(context.server.attention.query(key, request))
+
+
+async def _bulk(pending: Awaitable[Arrays]) -> Reply:
+    return bulk_in_memory([raw(array) for array in await pending])
 
 
 @on_slot(
@@ -99,16 +102,14 @@ def attend_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
     "Attention of one query, or of several with their log-sum-exp, over a resident prefix.",
     syntax="sid layer heads dim top_k q_blob [fa_window]",
 )
-async def attend_prefix_query(context: Context, args: list[Arg]) -> Reply:
+def attend_prefix_query(context: Context, args: list[Arg]) -> Awaitable[Reply]:
     where = "ATTEND.PREFIX.QUERY"
     arguments.at_most(args, 8, where)
     key, heads, dim = key_of(args), heads_of(args[3], "H"), dim_of(args[4])
     # every query is dense: clients that do not know N ask for 1024
     arguments.integer(args[5], "top_k", 1, arguments.MAX_TOKENS)
     sizes = Sizes(where, heads, heads, dim, window_of(context, args[7:]))
-    return await answer(
-        context, key, Dense(sizes, sizes.queries(*blobs(args[6:7])), None, with_lse=True)
-    )
+    return answer(context, key, Dense(sizes, sizes.queries(*blobs(args[6:7])), None, with_lse=True))
 
 
 @on_slot(
@@ -117,7 +118,7 @@ async def attend_prefix_query(context: Context, args: list[Arg]) -> Reply:
     "Attention over a resident prefix and the suffix that comes along, as one softmax.",
     syntax="sid layer q_heads dim suffix_tokens kv_heads q_blob k_blob v_blob head_map [fa_window]",
 )
-async def attend_prefix_query_fused(context: Context, args: list[Arg]) -> Reply:
+def attend_prefix_query_fused(context: Context, args: list[Arg]) -> Awaitable[Reply]:
     where = "ATTEND.PREFIX.QUERY_FUSED"
     arguments.at_most(args, 12, where)
     key, heads, dim = key_of(args), heads_of(args[3], "H_q"), dim_of(args[4])
@@ -125,7 +126,7 @@ async def attend_prefix_query_fused(context: Context, args: list[Arg]) -> Reply:
     kv_heads = heads_of(args[6], "H_kv")
     sizes = Sizes(where, heads, kv_heads, dim, window_of(context, args[11:]))
     q, k, v, head_map = blobs(args[7:11])
-    return await answer(
+    return answer(
         context,
         key,
         Dense(sizes, sizes.queries(q), sizes.head_map(head_map), sizes.suffix(suffix, k, v)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
+
 from pion_vllm_mlx.kernels import api
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.attention.requests import Auto, Sizes, Sparse
@@ -25,14 +27,14 @@ from pion_vllm_mlx.wire.resp import Arg
     "Attention of one query to the tokens that it names, head by head.",
     syntax="sid layer heads dim k_max q_blob indices counts [fa_window]",
 )
-async def attend_prefix_query_sparse(context: Context, args: list[Arg]) -> Reply:
+def attend_prefix_query_sparse(context: Context, args: list[Arg]) -> Awaitable[Reply]:
     where = "ATTEND.PREFIX.QUERY_SPARSE"
     arguments.at_most(args, 10, where)
     key, heads, dim = key_of(args), heads_of(args[3], "H"), dim_of(args[4])
     most = arguments.integer(args[5], "K_sparse_max", 1, arguments.MAX_TOKENS)
     sizes = Sizes(where, heads, heads, dim, window_of(context, args[9:]))
     q, indices, counts = blobs(args[6:9])
-    return await answer(context, key, Sparse.of(sizes, most, q, indices, counts))
+    return answer(context, key, Sparse.of(sizes, most, q, indices, counts))
 
 
 def _selection(args: list[Arg], selector: list[Arg]) -> api.Selection:
@@ -50,7 +52,7 @@ def _selection(args: list[Arg], selector: list[Arg]) -> api.Selection:
     syntax="sid layer q_heads dim block_size top_blocks kv_heads q_blob head_map "
     "[fa_window [selector]]",
 )
-async def attend_prefix_query_sparse_auto(context: Context, args: list[Arg]) -> Reply:
+def attend_prefix_query_sparse_auto(context: Context, args: list[Arg]) -> Awaitable[Reply]:
     where = "ATTEND.PREFIX.QUERY_SPARSE_AUTO"
     arguments.at_most(args, 12, where)
     key, heads, dim = key_of(args), heads_of(args[3], "H_q"), dim_of(args[4])
@@ -59,7 +61,7 @@ async def attend_prefix_query_sparse_auto(context: Context, args: list[Arg]) -> 
     sizes = Sizes(where, heads, kv_heads, dim, window_of(context, args[10:11]))
     q, head_map = blobs(args[8:10])
     query = sizes.blob("Q", q, heads, dim)
-    return await answer(context, key, Auto(sizes, query, sizes.head_map(head_map), selection))
+    return answer(context, key, Auto(sizes, query, sizes.head_map(head_map), selection))
 
 
 @on_slot(
@@ -69,7 +71,7 @@ async def attend_prefix_query_sparse_auto(context: Context, args: list[Arg]) -> 
     syntax="sid layer q_heads dim block_size top_blocks kv_heads suffix_tokens q_blob k_blob "
     "v_blob head_map [fa_window [selector]]",
 )
-async def attend_prefix_query_sparse_auto_fused(context: Context, args: list[Arg]) -> Reply:
+def attend_prefix_query_sparse_auto_fused(context: Context, args: list[Arg]) -> Awaitable[Reply]:
     where = "ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED"
     arguments.at_most(args, 15, where)
     key, heads, dim = key_of(args), heads_of(args[3], "H_q"), dim_of(args[4])
@@ -80,4 +82,4 @@ async def attend_prefix_query_sparse_auto_fused(context: Context, args: list[Arg
     q, k, v, head_map = blobs(args[9:13])
     query, suffix = sizes.blob("Q", q, heads, dim), sizes.suffix(tokens, k, v)
     asked = Auto(sizes, query, sizes.head_map(head_map), selection, suffix)
-    return await answer(context, key, asked)
+    return answer(context, key, asked)

@@ -78,9 +78,7 @@ def test_waiting_queries_of_one_layer_share_a_pass_and_are_right(suffix: int) ->
             for q, one in zip(queries, more, strict=True)
         ]
         async with held_up(engine):
-            waiting = [
-                asyncio.ensure_future(engine.compute(request.bound(slot))) for request in requests
-            ]
+            waiting = [engine.begin(request.bound(slot)) for request in requests]
             await asyncio.sleep(0.05)
             assert not any(one.done() for one in waiting)
         found = await asyncio.gather(*waiting)
@@ -97,7 +95,7 @@ def test_batches_that_share_a_pass_keep_their_own_log_sum_exp() -> None:
         slot = resident()
         queries = [normal(n, 2, rows, 32) for n, rows in enumerate((3, 1, 16, 2))]
         async with held_up(engine):
-            waiting = [asyncio.ensure_future(engine.compute(dense(q).bound(slot))) for q in queries]
+            waiting = [engine.begin(dense(q).bound(slot)) for q in queries]
             await asyncio.sleep(0.05)
         assert engine.queries + sum(not one.done() for one in waiting) >= 4
         for q, arrays in zip(queries, await asyncio.gather(*waiting), strict=True):
@@ -124,7 +122,7 @@ def test_what_differs_shares_nothing() -> None:
             dense(normal(4, 2, 40, 32)).bound(slot),
         ]
         async with held_up(engine):
-            waiting = [asyncio.ensure_future(engine.compute(one)) for one in bounds]
+            waiting = [engine.begin(one) for one in bounds]
             await asyncio.sleep(0.05)
         found = await asyncio.gather(*waiting)
         assert (engine.queries, engine.shared_passes) == (5, 0)
@@ -144,7 +142,7 @@ def test_nan_of_one_client_stays_out_of_the_others_answers() -> None:
         queries = [normal(20 + n, 2, 1, 32) for n in range(4)]
         queries[1][0, 0, 3] = np.nan
         async with held_up(engine):
-            waiting = [asyncio.ensure_future(engine.compute(dense(q).bound(slot))) for q in queries]
+            waiting = [engine.begin(dense(q).bound(slot)) for q in queries]
             await asyncio.sleep(0.05)
         found = [arrays[0] for arrays in await asyncio.gather(*waiting)]
         assert engine.shared_passes == 1
@@ -161,10 +159,7 @@ def test_a_pass_has_an_end() -> None:
         slot = resident()
         count = MAX_ROWS * 2 + 3
         async with held_up(engine):
-            waiting = [
-                asyncio.ensure_future(engine.compute(dense(normal(n, 2, 1, 32)).bound(slot)))
-                for n in range(count)
-            ]
+            waiting = [engine.begin(dense(normal(n, 2, 1, 32)).bound(slot)) for n in range(count)]
             await asyncio.sleep(0.05)
         await asyncio.gather(*waiting)
         assert (engine.queries, engine.shared_passes) == (count, 3)
@@ -178,10 +173,7 @@ def test_a_query_that_fails_fails_alone() -> None:
         good, bad = dense(normal(5, 2, 1, 32)), dense(normal(6, 2, 1, 32), api.Suffix(KEYS, KEYS))
         broken = Dense(bad.sizes, bad.q, None, api.Suffix(KEYS[:1], KEYS[:1]))
         async with held_up(engine):
-            waiting = [
-                asyncio.ensure_future(engine.compute(one.bound(slot)))
-                for one in (good, broken, good)
-            ]
+            waiting = [engine.begin(one.bound(slot)) for one in (good, broken, good)]
             await asyncio.sleep(0.05)
         answers = await asyncio.gather(*waiting, return_exceptions=True)
         assert isinstance(answers[1], CommandError)
@@ -197,8 +189,8 @@ def test_who_has_left_is_not_waited_for() -> None:
     async def work(engine: Engine) -> None:
         slot = resident()
         async with held_up(engine):
-            gone = asyncio.ensure_future(engine.compute(dense(normal(7, 2, 1, 32)).bound(slot)))
-            stays = asyncio.ensure_future(engine.compute(dense(normal(8, 2, 1, 32)).bound(slot)))
+            gone = engine.begin(dense(normal(7, 2, 1, 32)).bound(slot))
+            stays = engine.begin(dense(normal(8, 2, 1, 32)).bound(slot))
             await asyncio.sleep(0)
             gone.cancel()
         assert (await stays)[0].shape == (2, 1, 32)
