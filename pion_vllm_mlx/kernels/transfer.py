@@ -5,7 +5,7 @@ bf16 is ``bfloat16`` in mlx and ``uint16`` bit patterns in numpy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,14 @@ from numpy.typing import NDArray
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.kernels.problem import Affine, Array, Kernels, Prefix, Side, Suffix
+from pion_vllm_mlx.kernels.threads import in_threads
+from pion_vllm_mlx.kernels.widening import widened
 
 DTYPES = ("fp32", "fp16", "bf16")
+
+# Values converted by one thread at a time, and of these at once.
+_RUN_VALUES = 1024 * 1024
+_PART_VALUES = 32 * 1024
 
 
 def to_host(array: Array) -> NDArray[Any]:
@@ -91,25 +97,45 @@ def converter(array: Array, dtype: str) -> Callable[[Array], Array]:
 
 def _host_converted(array: NDArray[Any], dtype: str) -> NDArray[Any]:
     """A host array of values as ``dtype``, rounded to nearest even; the same one if it is that."""
-    if array.dtype == {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}[dtype]:
+    kind = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}[dtype]
+    if array.dtype == kind:
         return array
-    if array.dtype == np.uint16:
-        array = (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if dtype == "bf16":
-        return _bf16_bits(array.astype(np.float32, copy=False))
+    source = np.ascontiguousarray(array).reshape(-1)
+    out = np.empty(source.shape, kind)
+
+    def convert(first: int) -> None:
+        run = slice(first, first + _RUN_VALUES)
+        for part in _parts(source[run], out[run]):
+            _convert(*part)
+
+    in_threads(range(0, source.size, _RUN_VALUES), convert)
+    return out.reshape(array.shape)
+
+
+def _parts(source: NDArray[Any], out: NDArray[Any]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+    """Pieces whose temporaries stay in a core's cache."""
+    for first in range(0, source.size, _PART_VALUES):
+        yield source[first : first + _PART_VALUES], out[first : first + _PART_VALUES]
+
+
+def _convert(source: NDArray[Any], out: NDArray[Any]) -> None:
+    values = widened(source, "source")
+    if out.dtype == np.uint16:
+        out[...] = _bf16_bits(values)
+        return
     with np.errstate(over="ignore"):  # beyond float16 is infinity, as mlx has it
-        return array.astype(np.float32 if dtype == "fp32" else np.float16, copy=False)
+        out[...] = values
 
 
-def _bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint16]:
-    """The upper halves of float32, rounded to nearest even; a NaN stays one."""
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    rounded = (bits >> np.uint32(16)) & np.uint32(1)
+def _bf16_bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
+    """The upper halves of float32 in the low 16 bits, rounded to nearest even; a NaN stays one."""
+    bits = values.view(np.uint32)
+    rounded: NDArray[np.uint32] = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
     rounded >>= np.uint32(16)
     nan = np.isnan(values)
     if nan.any():
         rounded[nan] = 0x7FC0
-    halves: NDArray[np.uint16] = rounded.astype(np.uint16)
-    return halves
+    return rounded

@@ -306,3 +306,13 @@ def test_half_precision_values_are_widened_exactly(bad: float, rng: np.random.Ge
     np.testing.assert_array_equal(
         widened(np.array([1.0, bad], np.float16)), np.array([1.0, bad], np.float32)
     )
+
+
+def test_long_arrays_are_converted_whole(rng: np.random.Generator) -> None:
+    drawn = rng.standard_normal((3, 5000, 96)).astype(np.float32)  # of more than one run
+    halves = api.dense_prefix(drawn, drawn, "fp16").keys
+    np.testing.assert_array_equal(halves, drawn.astype(np.float16))
+    bf16 = api.dense_prefix(drawn, drawn, "bf16").keys
+    back = transfer.converter(bf16, "fp32")(bf16)
+    np.testing.assert_allclose(back, drawn, rtol=2**-8)
+    np.testing.assert_array_equal(transfer.converter(back, "bf16")(back), bf16)
