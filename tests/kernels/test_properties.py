@@ -316,3 +316,22 @@ def test_long_arrays_are_converted_whole(rng: np.random.Generator) -> None:
     back = transfer.converter(bf16, "fp32")(bf16)
     np.testing.assert_allclose(back, drawn, rtol=2**-8)
     np.testing.assert_array_equal(transfer.converter(back, "bf16")(back), bf16)
+
+
+@pytest.mark.parametrize("stored", ["fp32", "fp16", "bf16", "4 bits of 32", "8 bits of 32"])
+def test_nothing_of_an_earlier_request_shows_in_a_later_one(
+    stored: str, rng: np.random.Generator
+) -> None:
+    """Threads use their buffers again: requests of NaN first, then many kinds at once."""
+    q = cases.values(rng, (8, 3, 64), "fp32")
+    heads = np.repeat(np.arange(4), 2)
+    prefixes = [cases.prefix(rng, (4, num, 64), stored, 16) for num in (40, 900, 2500)]
+    expected = [api.attend(q, prefix, heads).out.tobytes() for prefix in prefixes]
+    poison = np.full((4, 3000, 64), np.nan, np.float32)
+    for dtype in ("fp32", "fp16", "bf16"):
+        assert np.isnan(api.attend(q, api.dense_prefix(poison, poison, dtype), heads).out).all()
+    with ThreadPoolExecutor(6) as threads:
+        found = threads.map(
+            lambda at: api.attend(q, prefixes[at % 3], heads).out.tobytes(), range(30)
+        )
+        assert list(found) == [expected[at % 3] for at in range(30)]
