@@ -8,12 +8,11 @@ next to nothing: a model of random weights chooses characters, and each is a vis
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pion_vllm_mlx.serve.anthropic_request import chat_body
@@ -54,12 +53,12 @@ def make_folder(folder: Path, family: str) -> Path:
     if kind == "gemma3_text":
         changes["sliding_window"] = WINDOW
     model = tiny_model(kind, mx.float32, **changes)
-    weights = [(name, _quiet(name, one)) for name, one in tree_flatten(model.parameters())]
-    model.update(tree_unflatten(weights))
+    parameters: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    weights = {name: _quiet(name, one) for name, one in parameters.items()}
     folder.mkdir(parents=True)
     config = {**CONFIGS[kind], "model_type": kind, "eos_token_id": 0, **changes}
     (folder / "config.json").write_text(json.dumps(config))
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(weights), {"format": "mlx"})
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     _write_tokenizer(folder)
     return folder
 
@@ -100,7 +99,7 @@ class Renderer:
     def __init__(self, folder: Path) -> None:
         from mlx_lm.utils import load_tokenizer
 
-        self._tokenizer: Any = load_tokenizer(folder)
+        self._tokenizer: Any = load_tokenizer(folder)  # type: ignore[no-untyped-call]
 
     def tokens(self, body: Json) -> list[int]:
         """Of a body of Anthropic Messages, after header removal."""
@@ -113,10 +112,6 @@ class Renderer:
                 tokenize=True,
             )
         )
-
-    def text(self, tokens: Sequence[int]) -> str:
-        """What tokens spell."""
-        return str(self._tokenizer.decode(list(tokens)))
 
 
 def _with_objects(message: Json) -> Json:

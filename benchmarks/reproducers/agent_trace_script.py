@@ -231,7 +231,7 @@ def make_trace(size: Size, seed: int = 11) -> list[Phase]:
 
 def _sub_agents(size: Size, tools: list[Json], writer: Writer) -> list[Lane]:
     system = "You look into one thing and report.\n" + writer.text(size.sub_system_tokens)
-    lanes = []
+    lanes: list[Lane] = []
     for number in range(1, SUB_AGENTS + 1):
         own = Conversation(f"sub-agent {number}", system, tools, size.reply_tokens, True, writer)
         own.says(text_block(f"Task {writer.number(10**6)}: {writer.about(400)}"))

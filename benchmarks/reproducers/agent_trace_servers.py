@@ -168,9 +168,8 @@ class Server:
         told = {"prefill_tokens": prefill, "single_tokens": single}
         if self.kind.has_stats:
             _, stats = _get(self.port, "/v1/pion/stats")
-            asked = stats.get("tokens_prompt", stats.get("tokens_asked", 0))
-            reused = stats["tokens_reused"] if "tokens_reused" in stats else stats["tokens_saved"]
-            told |= {"stats_asked_tokens": int(asked), "stats_reused_tokens": int(reused)}
+            told["stats_asked_tokens"] = int(stats["tokens_prompt"])
+            told["stats_reused_tokens"] = int(stats["tokens_reused"])
         return told
 
     def _until_healthy(self) -> None:
