@@ -242,7 +242,7 @@ class CpuKernels(Kernels):
             unused = np.arange(first, end) >= job.counts[:, None]
             tokens[unused] = 0
             found_keys, found_values = (rows.take(kv_heads, tokens) for rows in (keys, values))
-            return weigh(q, found_keys, found_values, unused[:, None])
+            return weigh(q, found_keys, found_values, unused[:, None] if unused.any() else None)
 
         step = max(_LEAST_TOKENS, _WIDENED_BYTES // (4 * num_heads * dim))
         columns = [(at, min(width, at + step)) for at in range(0, width, step)]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from pion_vllm_mlx.kernels.problem import Affine, Attended, Side
 from pion_vllm_mlx.kernels.quantized import Codes, dequantized
+from pion_vllm_mlx.kernels.scratch import SCRATCH
 from pion_vllm_mlx.kernels.widening import Floats, widened
 
 Range: TypeAlias = tuple[int, int]
@@ -58,7 +59,7 @@ class Rows:
     def take(self, kv_heads: NDArray[np.intp], tokens: NDArray[np.intp]) -> Floats:
         """Row (kv_heads[i, j], tokens[i, j]) for all i, j: ``[I, J, D]``; ``heads`` is ignored."""
         if self.table is None:
-            return self._converted(lambda array: array[kv_heads, tokens])
+            return self._converted(lambda array: self._taken(array, kv_heads, tokens))
         page = self.side.shape[2]
         blocks = self.table[tokens // page]
         return self._converted(lambda array: array[blocks, kv_heads, tokens % page])
@@ -70,7 +71,23 @@ class Rows:
 
     def _joined(self, array: NDArray[Any], ranges: Sequence[Range]) -> NDArray[Any]:
         pieces = [piece for run in ranges for piece in self._pieces(array, run)]
-        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=1)
+        if len(pieces) == 1:
+            return pieces[0]
+        if array.dtype != np.float32:
+            return np.concatenate(pieces, axis=1)
+        num = sum(piece.shape[1] for piece in pieces)
+        joined = SCRATCH.floats(f"{self.name} joined", (len(pieces[0]), num, array.shape[-1]))
+        return np.concatenate(pieces, axis=1, out=joined)
+
+    def _taken(
+        self, array: NDArray[Any], kv_heads: NDArray[np.intp], tokens: NDArray[np.intp]
+    ) -> NDArray[Any]:
+        if array.dtype != np.float32 or not array.flags.c_contiguous:
+            return array[kv_heads, tokens]
+        rows = array.reshape(-1, array.shape[-1])
+        taken = SCRATCH.floats(f"{self.name} taken", (*tokens.shape, array.shape[-1]))
+        # all rows are there: "wrap" only lets numpy write to the buffer at once
+        return np.take(rows, kv_heads * array.shape[1] + tokens, axis=0, out=taken, mode="wrap")
 
     def _pieces(self, array: NDArray[Any], run: Range) -> Iterator[NDArray[Any]]:
         """Views ``[U, n, ...]`` of the tokens of ``run``, cut at pages."""
