@@ -83,6 +83,9 @@ class Linger:
         """Bytes of the next request, 0 when none came in time: then the selector says why."""
         now = time.monotonic()
         if now > self._turn_ends:
+            if now > self._turn_ends + self._moments.wait:
+                # others want the processor too, and took it when we let the client run
+                self._trust = -TRUST_AGAIN
             return 0
         try:
             sock = self._socket or self._open()

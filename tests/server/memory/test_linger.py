@@ -80,6 +80,15 @@ def test_a_turn_has_an_end_whatever_is_there(pair: tuple[socket.socket, socket.s
 
 
 @on_linux
+def test_a_busy_machine_costs_the_client_its_place(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    linger = trusted(Linger(pair[0].fileno(), replace(LONG, turn=-1.0, wait=0.001)))
+    assert linger.receive(memoryview(bytearray(10))) == 0
+    assert not linger.arrived(0)
+
+
+@on_linux
 def test_waiting_in_vain_costs_the_client_its_place(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
