@@ -279,8 +279,13 @@ def measure(options: argparse.Namespace, folder: Path, server: Process) -> Json:
             warm(serve, options.tokens, said[0])
         pair = compared(ours, ram, options, said[2:])
         stats = ours.ask("GET", "/v1/pion/stats")[1]
+    told = (folder / "again.log").read_text(errors="replace")
+    steps = {
+        name: milliseconds([float(ms) / 1e3 for ms in re.findall(rf" {name}=([0-9.]+)", told)])
+        for name in ("restore_ms", "first_token_ms")
+    }
     reads = bare_reads(folder, row_bytes(options.shape, options.tokens), options.pairs)
-    return {**figures_of(*pair, reads, options.decode), "stats": stats}
+    return {**figures_of(*pair, reads, options.decode), **steps, "stats": stats}
 
 
 def main() -> None:
