@@ -292,14 +292,12 @@ class Connection(asyncio.BufferedProtocol):
             elif not self._closed:
                 self._answer(reply)
         finally:
-            self._busy = False
-            self._task = None
-        if self._closed:
-            if self._direct is not None:
-                self._direct.release()
-            return
-        self._pump()
-        self._pause_or_resume()
+            self._busy, self._task = False, None
+        if not self._closed:
+            self._pump()
+            self._pause_or_resume()
+        elif self._direct is not None:
+            self._direct.release()
 
     def _answer(self, reply: Reply) -> None:
         """Take a reply, to be written with those that follow it."""

@@ -170,8 +170,7 @@ def _plain(command: Command, args: list[Arg]) -> list[Arg]:
 async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
     """Prepare outside the lock; check, log and apply inside it; then answer."""
     plain = _plain(command, args)
-    if command.keyspace:
-        await _make_room_for_keys(command, context, plain)
+    await _make_room_for_keys(command, context, plain)
     prepared = None if command.prepare is None else await command.prepare(context, plain)
     handed = (context, plain) if prepared is None else (context, plain, prepared)
     outcome: list[Effect] = []
@@ -198,6 +197,8 @@ async def _write(command: Command, context: Context, args: list[Arg]) -> Reply:
 
 async def _make_room_for_keys(command: Command, context: Context, args: list[Arg]) -> None:
     """Plain keys count against the disk budget. Raises CommandError where they do not fit."""
+    if not command.keyspace:
+        return
     transaction, nbytes = context.client.transaction, 0
     if command.grows:
         nbytes = sum(len(arg) if isinstance(arg, bytes) else arg.length for arg in args)
