@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,3 +93,13 @@ def test_a_kernel_that_is_forced_and_unknown_is_named_at_start(
     monkeypatch.setenv("PION_KERNEL", "magic")
     with pytest.raises(ConfigError, match="magic.*reference"):
         placement.find_device(placement.HOST)
+
+
+def test_a_server_does_not_start_with_a_kernel_that_it_has_not(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pion_vllm_mlx", "server", "--kvcache", "-p", "0"]
+    environ = {**os.environ, "PION_KERNEL": "magic"}
+    done = subprocess.run(
+        [*command, "--dir", str(tmp_path)], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert "FATAL" in done.stderr and "magic" in done.stderr and "reference" in done.stderr

@@ -211,6 +211,22 @@ def test_a_dropped_namespace_is_gone_from_here_too(ask: Asking) -> None:
         assert keep.lookup() == "HIT"
 
 
+def test_a_namespace_evicted_from_disk_is_still_attended(tmp_path: Path) -> None:
+    keys, values = rows_of(85), rows_of(86)
+    with flagged(tmp_path / "data", "--max-sessions", "4") as server:
+        with connected(server, "old") as asking:
+            wire = asking.wire
+            register(wire, "old", "fp32")
+            store(wire, "old", 0, keys, values)
+            assert wire.ask("KV.PREFIX.WARM", "old", HEADS, DIM) == "1"
+            for name in ("new", "newer"):
+                register(wire, name, "fp32")
+            assert wire.ask("KV.PREFIX.LOOKUP", "old") == "MISS"
+            check(asking, by_head(keys), by_head(values))
+            missing = "ERR KV.PREFIX.WARM session not found"
+            assert wire.ask("KV.PREFIX.WARM", "old", HEADS, DIM) == missing
+
+
 def test_damaged_rows_are_not_attended(pion_server: RunningServer) -> None:
     with connected(pion_server, "ns") as asking:
         register(asking.wire, "ns", "fp32")
