@@ -14,6 +14,7 @@ block means (``auto``), beside all 65,536 tokens.
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -273,33 +274,23 @@ def sparse_of(kernels: Kernels, shape: Shape, options: argparse.Namespace) -> di
 def sweep(options: argparse.Namespace) -> list[dict[str, Any]]:
     """One query token under other numbers of the dialect, in us: what to choose them from."""
     rows = []
-    for shape in SHAPES[:1] + SHAPES[2:]:
-        prefixes = {num: held(shape, num) for num in (2048, 8192, 65_536)}
-        q = random(shape.q_heads, 1, shape.dim)
-        for row_quads in (8, 16):
-            for unroll in (4, 8, 16):
-                for simdgroups in (4, 8):
-                    changed = replace(
-                        CUDA, row_quads=row_quads, unroll=unroll, simdgroups=simdgroups
-                    )
-                    for threadgroups in (264, 396, 528, 792, 1056):
-                        dialect = replace(changed, threadgroups=threadgroups)
-                        kernels = DeviceKernels(MlxRunner(dialect))
-                        times = {}
-                        for num, prefix in prefixes.items():
-                            chain = Chain(ours(kernels, shape, prefix), q).settle()
-                            times[str(num)] = microseconds([chain() for _ in range(3)])
-                        rows.append(
-                            {
-                                "shape": shape.name,
-                                "row_quads": row_quads,
-                                "unroll": unroll,
-                                "simdgroups": simdgroups,
-                                "threadgroups": threadgroups,
-                                "us": times,
-                            }
-                        )
-                        print(rows[-1], flush=True)
+    sizes = itertools.product((8, 24), (8, 16), (4, 8), (264, 396, 528, 1056))
+    for thread_values, unroll, simdgroups, threadgroups in sizes:
+        numbers: dict[str, Any] = {
+            "thread_values": thread_values,
+            "unroll": unroll,
+            "simdgroups": simdgroups,
+            "threadgroups": threadgroups,
+        }
+        kernels = DeviceKernels(MlxRunner(replace(CUDA, **numbers)))
+        for shape in (SHAPES[0], SHAPES[2]):
+            times = {}
+            for num_tokens in (2048, 8192, 65_536):
+                prefix, q = held(shape, num_tokens), random(shape.q_heads, 1, shape.dim)
+                chain = Chain(ours(kernels, shape, prefix), q).settle()
+                times[str(num_tokens)] = microseconds([chain() for _ in range(3)])
+            rows.append({"shape": shape.name, **numbers, "us": times})
+            print(rows[-1], flush=True)
     return rows
 
 

@@ -95,9 +95,11 @@ def row_tiles(head_map: NDArray[np.uint8], num_queries: int, rows: int) -> NDArr
     return tiles
 
 
-def lanes_of_key(head_dim: int) -> int:
-    """Threads that share a key in few_rows: each has 4 to 24 of its values."""
-    return 8 if head_dim <= 192 else head_dim // 16
+def lanes_of_key(head_dim: int, thread_values: int) -> int:
+    """Threads that share a key in few_rows: the fewest that hold ``thread_values`` each at most."""
+    possible = [lanes for lanes in (8, 16, 32) if head_dim % (4 * lanes) == 0]
+    enough = [lanes for lanes in possible if head_dim // lanes <= thread_values]
+    return enough[0] if enough else possible[-1]
 
 
 def _side_inputs(name: str, side: Side) -> Inputs:
@@ -268,7 +270,7 @@ class DeviceKernels(Kernels):
         num_queries, heads, dim = query.num_queries, len(query.head_map), query.prefix.head_dim
         per_head = int(np.bincount(query.head_map).max()) * num_queries
         many = query.tokens == 0 and per_head > dialect.few_rows
-        lanes = lanes_of_key(dim)
+        lanes = lanes_of_key(dim, dialect.thread_values)
         rows = MANY_ROWS if many else self._rows(dim // (4 * lanes), per_head, query.tokens)
         tiles, num_tiles = self._tiles(query.head_map.tobytes(), num_queries, rows)
         parts = self._parts(num_tiles, query)
