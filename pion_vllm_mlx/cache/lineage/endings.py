@@ -39,9 +39,9 @@ class Endings:
     def expected(self, tokens: TokenIds, common_stored: int = 0, stored: int = 0) -> Ending:
         """The ending of a prompt: what the nearest one before has that this one has not.
 
-        None where that says nothing: there is none, or it is more than an ending. ``stored`` is
-        the length of the nearest one that is stored: this process may have served none yet.
-        The prompt is remembered.
+        None where that says nothing. After an edit, which is more than an ending, the one that
+        was seen before. ``stored`` is the length of the nearest prompt that is stored: this
+        process may have served none yet. The prompt is remembered.
         """
         shared, size, before = common_stored, max(common_stored, stored), 0
         nearer = common_stored - 1
@@ -51,7 +51,10 @@ class Endings:
                 nearer = shared = common
                 size, before = int(prompt.size), ending
         seen = size - shared
-        if shared < LEAST_SHARED_TOKENS or seen > MOST_ENDING_TOKENS:
-            seen = 0
+        sure = bool(seen) and abs(seen - before) <= VARIATION_TOKENS
+        if shared < LEAST_SHARED_TOKENS:
+            seen, sure = 0, False
+        elif seen > MOST_ENDING_TOKENS:  # an edit: the conversation goes on as it did
+            seen, sure = before, False
         self._prompts.append((tokens, seen))
-        return Ending(seen, bool(seen) and abs(seen - before) <= VARIATION_TOKENS)
+        return Ending(seen, sure)

@@ -47,6 +47,16 @@ def test_an_edit_far_up_and_another_conversation_say_nothing() -> None:
     assert endings.expected(prompt(LEAST_SHARED_TOKENS - 1, 30, clock=4)) == Ending()
 
 
+def test_an_edit_far_up_leaves_the_conversation_s_ending_as_it_was() -> None:
+    endings = Endings()
+    for clock, size in enumerate((500, 700, 1_900)):
+        endings.expected(prompt(size, 40, clock))
+    edited = np.concatenate([HISTORY[:600], HISTORY[700:1_900] + 10_000, HISTORY[:40] + 20_000])
+    assert endings.expected(edited) == Ending(40)
+    longer = np.concatenate([edited[:-40], HISTORY[:300] + 30_000])
+    assert endings.expected(longer) == Ending(40, sure=True)
+
+
 def test_new_chats_under_one_system_prompt_make_nothing_sure() -> None:
     endings = Endings()
     for clock, size in enumerate((300, 50, 900)):
