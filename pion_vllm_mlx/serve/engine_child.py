@@ -37,6 +37,7 @@ from __future__ import annotations
 import argparse
 import hmac
 import json
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -54,25 +55,37 @@ class EngineLink:
 
     ``tenant`` is a digest of the front's API key, empty without one: a part of the key under
     which prefixes are stored.  Without descriptors (an engine started by hand) nothing is
-    reported or watched; without ``key`` every request is accepted.
+    reported or watched; without ``key`` every request is accepted.  ``front_logs``: the front
+    has a line a request in the log, with what the engine would say of it.
     """
 
     ready_fd: int | None = None
     lifeline_fd: int | None = None
     key: str = field(default="", repr=False)
     tenant: str = ""
+    front_logs: bool = False
 
 
 def add_link_flags(parser: argparse.ArgumentParser) -> None:
-    """Add ``--ready-fd`` and ``--lifeline-fd``, which people do not type."""
+    """Add ``--ready-fd``, ``--lifeline-fd`` and ``--front-logs``, which people do not type."""
     parser.add_argument("--ready-fd", type=int, default=None, help=argparse.SUPPRESS)
     parser.add_argument("--lifeline-fd", type=int, default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--front-logs", action="store_true", help=argparse.SUPPRESS)
 
 
 def engine_link(options: argparse.Namespace) -> EngineLink:
     """The link that parsed flags and the environment describe."""
     secrets = config.EngineEnvironment.from_environment()
-    return EngineLink(options.ready_fd, options.lifeline_fd, secrets.key, secrets.tenant)
+    return EngineLink(
+        options.ready_fd, options.lifeline_fd, secrets.key, secrets.tenant, options.front_logs
+    )
+
+
+def leave_requests_to_front(link: EngineLink, *loggers: str) -> None:
+    """Has these loggers, which have a line a request, say it at DEBUG only, if the front does."""
+    for name in loggers if link.front_logs else ():
+        if logging.getLogger().getEffectiveLevel() > logging.DEBUG:
+            logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def take_link(arguments: Sequence[str]) -> tuple[EngineLink, list[str]]:

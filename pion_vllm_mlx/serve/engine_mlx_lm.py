@@ -25,6 +25,7 @@ from pion_vllm_mlx.cache.lineage import LineageOptions
 from pion_vllm_mlx.errors import PionError
 from pion_vllm_mlx.serve.engine_child import (
     EngineLink,
+    leave_requests_to_front,
     report_ready,
     take_link,
     watch_lifeline,
@@ -100,6 +101,7 @@ class Engine:
         )
         _stop_on_sigterm(httpd)
         _quiet_progress()
+        leave_requests_to_front(self._link, log.name)
         watch_lifeline(self._link)
         report_ready(self._link, httpd.server_address[1], str(cli["model"] or ""))
         with httpd:

@@ -117,6 +117,7 @@ async def _spawn(
     source = str(Path(pion_vllm_mlx.__file__).parent.parent)
     shared = config.EngineEnvironment(key, command.tenant).variables()
     words = ["-m", command.module, "--ready-fd", str(ready), "--lifeline-fd", str(lifeline)]
+    words.append("--front-logs")
     try:
         return await asyncio.create_subprocess_exec(
             *(sys.executable, *words, *command.arguments),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import io
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pion_vllm_mlx import config
+from pion_vllm_mlx.cache import vllm_mlx_backend_prefill
 from pion_vllm_mlx.cache.lineage import LineageOptions
 from pion_vllm_mlx.cache.vllm_mlx_backend import (
     BackendSettings,
@@ -30,6 +32,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend import (
 from pion_vllm_mlx.errors import PionError
 from pion_vllm_mlx.serve.engine_child import (
     EngineLink,
+    leave_requests_to_front,
     report_ready,
     take_link,
     watch_lifeline,
@@ -124,6 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     set_log_level(parsed.log_level)
+    leave_requests_to_front(parsed.link, vllm_mlx_backend_prefill.__name__)
     try:
         _serve(parsed)
     finally:
@@ -155,10 +159,10 @@ def _serve(parsed: EngineArguments) -> None:
         """In uvicorn.run's place: vllm-mlx calls it with its application, once."""
         listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         layer = EngineLayer(app, parsed.link, parsed.model)
-        level = str(options.get("log_level", "info"))
+        level = parsed.log_level
         settings = uvicorn.Config(
             layer,
-            log_level=level,
+            log_level="warning" if level == "INFO" else level.lower(),
             backlog=BACKLOG,
             access_log=False,
             timeout_graceful_shutdown=DRAIN_SECONDS,
@@ -169,16 +173,30 @@ def _serve(parsed: EngineArguments) -> None:
 
 
 def with_application(parsed: EngineArguments, run: Callable[..., None]) -> None:
-    """vllm-mlx's own serve command; ``run(app, **options)`` stands for uvicorn's."""
+    """vllm-mlx's own serve command; ``run(app, **options)`` stands for uvicorn's.
+
+    It prints its settings line by line: they are shown at DEBUG, or where it fails.
+    """
     import uvicorn
     from vllm_mlx import cli
 
-    original = uvicorn.run
-    uvicorn.run = run
+    original, output, said = uvicorn.run, sys.stdout, io.StringIO()
+    loaded: list[bool] = []
+
+    def begin(app: Any, **options: Any) -> None:
+        loaded.append(True)
+        log.debug("%s", said.getvalue())
+        with contextlib.redirect_stdout(output):
+            run(app, **options)
+
+    uvicorn.run = begin
     try:
-        cli.serve_command(parsed.serve)
+        with contextlib.redirect_stdout(said):
+            cli.serve_command(parsed.serve)
     finally:
         uvicorn.run = original
+        if not loaded:
+            print(said.getvalue(), file=sys.stderr)
 
 
 def _server(settings: Any, parsed: EngineArguments) -> Any:

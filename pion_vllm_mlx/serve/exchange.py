@@ -88,9 +88,9 @@ class Exchange:
                 if self.stream:
                     await client.write(self.reply.keepalive())
                 continue
-            if self.record.first_token is None:
-                self.record.first_token = time.monotonic()
             events = self.reply.feed(chunk)
+            if self.record.first_token is None and self.reply.outcome.begun:
+                self.record.first_token = time.monotonic()
             if self.stream:
                 await client.events(events)
         events = self.reply.end()

@@ -181,7 +181,9 @@ def _words(record: RequestRecord, seconds: float) -> Iterable[str]:
 
 
 def _receipt_words(receipt: dict[str, Any]) -> Iterable[str]:
-    """The receipt but for the token counts, which the line has."""
+    """The receipt but for the token counts, which the line has, and for what was resumed."""
+    if receipt.get("resumed_tokens"):
+        yield f"resumed={receipt['resumed_tokens']}"
     for name, value in receipt.items():
         if isinstance(value, (str, int, float)) and value != "" and "tokens" not in name:
             shown = f"{value:.1f}" if isinstance(value, float) else str(value)

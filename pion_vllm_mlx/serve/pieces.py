@@ -48,13 +48,17 @@ Piece = Text | Reasoning | ToolCall
 
 @dataclass
 class Outcome:
-    """How a reply ended and what it took; token counts are the engine's."""
+    """How a reply ended and what it took; token counts are the engine's.
+
+    ``begun``: something of the reply itself has come.
+    """
 
     finish_reason: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     receipt: Json | None = None
+    begun: bool = False
 
     def chat_usage(self) -> Json:
         """As chat completions report it."""
@@ -91,6 +95,7 @@ class ChatReader:
             delta = choice.get("delta") or choice.get("message") or {}
             thought = delta.get("reasoning") or delta.get("reasoning_content")
             said = delta.get("content") or choice.get("text")
+            self.outcome.begun |= bool(thought or said or delta.get("tool_calls"))
             if thought or said:
                 yield from self.flush()
             if thought:

@@ -87,6 +87,18 @@ def test_pieces_are_the_same_for_both_engines(chunks: list[Json]) -> None:
     assert (outcome.finish_reason, outcome.receipt) == ("tool_calls", RECEIPT)
 
 
+@BOTH
+def test_a_reply_has_begun_when_something_of_it_has_come(chunks: list[Json]) -> None:
+    for chunk in (delta(), delta("stop"), usage()):  # a role, an end, a usage
+        reader = ChatReader()
+        list(reader.feed(chunk))
+        assert not reader.outcome.begun
+    for chunk in chunks[-4:-2]:  # calls, whole or in parts
+        reader = ChatReader()
+        list(reader.feed(chunk))
+        assert reader.outcome.begun
+
+
 def test_anthropics_sequence() -> None:
     got = told(MLX_LM, AnthropicReply("claude"))
     kinds = [
