@@ -67,6 +67,11 @@ def _body(rng: Random, code: int) -> bytes:
             return _sid(rng) + rng.choice((sensible, _u16(rng) + _u32(rng) + _tail(rng)))
         case "attend.query":
             return _sid(rng) + _u16(rng) + _u16(rng) + rng.choice((bytes(16), _tail(rng)))
+        case "attend.prefix.query_fused":
+            sizes = struct.pack("<HHHHII", 0, 2, 32, 2, 1, 1)
+            changed = _u16(rng) * 4 + _u32(rng) * 2
+            blobs = rng.randbytes(768) + b"\x00\x01" + rng.choice((b"", bytes(4)))
+            return _sid(rng) + rng.choice((sizes, sizes, changed)) + blobs
     return rng.choice((b"", _tail(rng)))
 
 

@@ -142,6 +142,20 @@ def _number(n: int) -> bytes:
     return b"%d" % n
 
 
+def _attended(rng: Random, sid: bytes) -> tuple[Words, ...]:
+    """ATTEND.PREFIX.* on two heads of 32 values; any bits are floats."""
+    at, row = (sid, b"0"), rng.randbytes(256)
+    auto = (b"2", b"32", b"1", b"2", b"2")
+    return (
+        (b"ATTEND.PREFIX.STORE", *at, b"2", b"3", b"32", row * 3, row * 3),
+        (b"ATTEND.PREFIX.QUERY", *at, b"2", b"32", b"1", row * rng.randint(1, 3), b"2"),
+        (b"ATTEND.PREFIX.QUERY_FUSED", *at, b"2", b"32", b"1", b"2", row, row, row, b"\x00\x01"),
+        (b"ATTEND.PREFIX.QUERY_SPARSE", *at, b"2", b"32", b"1", row, bytes(8), b"\1\0\0\0" * 2),
+        (b"ATTEND.PREFIX.QUERY_SPARSE_AUTO", *at, *auto, row, b"", b"-1", b"1"),
+        (b"ATTEND.PREFIX.QUERY_SPARSE_AUTO_FUSED", *at, *auto, b"1", row, row, row, b""),
+    )
+
+
 def _sensible(rng: Random) -> Words:
     """Commands whose parts fit together, so that there is something to work on."""
     ns, side = rng.choice((b"n1", b"n2")), rng.choice((b"_pk", b"_pv"))
@@ -161,6 +175,7 @@ def _sensible(rng: Random) -> Words:
         (b"ATTEND.STORE", sid, b"0", b"1", bytes(16), bytes(8)),
         (b"ATTEND.QUERY", sid, b"0", b"3", bytes(16), b"WITHDIST"),
         (b"ATTEND.QUERYBATCH", b"1", b"2", b"4", b"1", bytes(16), bytes(32), bytes(32)),
+        *_attended(rng, sid),
         (b"KV.STORE", sid, rng.randbytes(4) * 768, b"blob"),
         (b"STATE.ALLOC", sid, b"64", b"MODE", b"RING"),
         (b"STATE.WRITE", sid, _number(start), b"data"),

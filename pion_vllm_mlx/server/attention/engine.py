@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
+import numpy as np
+
 from pion_vllm_mlx.errors import CommandError
 
 T = TypeVar("T")
@@ -103,7 +105,9 @@ class Engine:
                     return
                 waiting.append(job)
             jobs = _next_group(waiting)
-            outcomes = _outcomes([job.work for job in jobs])
+            # what clients send may be no number: that is theirs, and nothing to warn of
+            with np.errstate(all="ignore"):
+                outcomes = _outcomes([job.work for job in jobs])
             try:
                 loop.call_soon_threadsafe(self._settle, jobs, outcomes)
             except RuntimeError:
