@@ -188,6 +188,7 @@ class Step:
     waiting: int
     ours_ms: float
     longest_call_ms: float
+    cpu_ms: float
 
 
 def steps_of(path: Path) -> list[Step]:
@@ -199,6 +200,7 @@ def held_up(steps: Sequence[Step]) -> Json:
     """How long our calls took between steps while somebody was decoding."""
     gaps = [step.ours_ms for step in steps if step.waiting]
     busy = [gap for gap in gaps if gap > 0.05] or [0.0]
+    cpu = [step.cpu_ms for step in steps if step.waiting]
     return {
         "gaps": len(gaps),
         "gaps_with_calls": len(busy),
@@ -209,6 +211,9 @@ def held_up(steps: Sequence[Step]) -> Json:
         "max_ms": round(max(gaps), 3),
         "longest_call_ms": round(max(step.longest_call_ms for step in steps if step.waiting), 3),
         "over_2_ms": sum(gap > BLOCKED_BAR_MS for gap in gaps),
+        "cpu_p99_with_calls_ms": round(percentile([c for c in cpu if c > 0.05] or [0.0], 0.99), 3),
+        "cpu_max_ms": round(max(cpu), 3),
+        "cpu_over_2_ms": sum(value > BLOCKED_BAR_MS for value in cpu),
     }
 
 

@@ -1,9 +1,10 @@
 """The mlx-lm engine with a clock on its generation thread: ``--trace FILE``, then its own flags.
 
 Of every step of the batch is noted when it began and ended, how many sequences it decoded and
-prefilled, and how long what is ours took since the step before: whatever the cache was asked
-for, tokenizing and planning included. The first line of the file are the names of the columns;
-one line a step follows, written when the engine ends.
+prefilled, and how long what is ours took since the step before, by the clock and of the thread's
+processor time: whatever the cache was asked for, tokenizing and planning included. The first
+line of the file are the names of the columns; one line a step follows, written when the engine
+ends.
 """
 
 from __future__ import annotations
@@ -24,7 +25,16 @@ from pion_vllm_mlx.serve import engine_mlx_lm
 
 server: Any = importlib.import_module("mlx_lm.server")
 
-COLUMNS = ("began", "ended", "decoded", "prefilled", "waiting", "ours_ms", "longest_call_ms")
+COLUMNS = (
+    "began",
+    "ended",
+    "decoded",
+    "prefilled",
+    "waiting",
+    "ours_ms",
+    "longest_call_ms",
+    "cpu_ms",
+)
 
 
 @dataclass
@@ -34,6 +44,7 @@ class Trace:
     path: Path
     rows: list[tuple[float, ...]] = field(default_factory=list)
     since_ms: list[float] = field(default_factory=list)
+    cpu_ms: float = 0.0
     depth: int = 0
     thread: int = 0
 
@@ -45,11 +56,12 @@ class Trace:
             if self.depth or threading.get_ident() != self.thread:
                 return call(*args, **options)
             self.depth += 1
-            began = time.perf_counter()
+            began, cpu = time.perf_counter(), time.thread_time()
             try:
                 return call(*args, **options)
             finally:
                 self.since_ms.append((time.perf_counter() - began) * 1e3)
+                self.cpu_ms += (time.thread_time() - cpu) * 1e3
                 self.depth -= 1
 
         return timed
@@ -60,13 +72,14 @@ class Trace:
         @functools.wraps(call)
         def stepped(batch: Any) -> Any:
             self.thread = threading.get_ident()
-            ours, longest = sum(self.since_ms), max(self.since_ms, default=0.0)
+            ours, longest, cpu = sum(self.since_ms), max(self.since_ms, default=0.0), self.cpu_ms
             self.since_ms.clear()
+            self.cpu_ms = 0.0
             waiting = len(batch._generation_batch)
             began = time.perf_counter()
             prompts, replies = call(batch)
             ended = time.perf_counter()
-            row = (began, ended, len(replies), len(prompts), waiting, ours, longest)
+            row = (began, ended, len(replies), len(prompts), waiting, ours, longest, cpu)
             self.rows.append(row)
             return prompts, replies
 

@@ -33,6 +33,8 @@ log = logging.getLogger("pion_vllm_mlx.serve")
 
 #: the exit code when the model cannot be loaded, or generation has come to an end.
 FAILED = 1
+#: how mlx-lm calls the model of its command line, and its draft model.
+DEFAULT_MODEL = "default_model"
 
 server: Any = importlib.import_module("mlx_lm.server")
 
@@ -50,7 +52,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         #: what is asked for as the model that is loaded, and its tokenizer.
         self._served: tuple[Any, Any] | None = None
         self._model: Any = None
-        cache.on_insert = self._ends.tell
+        cache.on_insert = self._ends.taken
         super().__init__(model_provider, cache)
 
     # -- from other threads -------------------------------------------------------
@@ -136,6 +138,9 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         try:
             self.model_provider.load_default()
             self._attach()
+            if self.model_provider.model is not None:
+                default = server.ModelDescription(DEFAULT_MODEL, DEFAULT_MODEL, None)
+                self._served = default, self.model_provider.tokenizer
             self.ready.set()
             super()._generate()
             self.cache.spread.finish()

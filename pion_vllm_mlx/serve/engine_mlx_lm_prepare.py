@@ -75,9 +75,19 @@ class Ends:
         return HeldBack(queue, self._held, self._stepped)
 
     def tell(self) -> None:
-        """Tells the ends that were held back."""
-        while self._held:
-            self._held.pop(0).put(None)
+        """Tells the ends that are held back."""
+        self.taken()()
+
+    def taken(self) -> Callable[[], None]:
+        """What tells the ends that are held back now; nothing else does from now on."""
+        queues = self._held[:]
+        self._held.clear()
+
+        def tell() -> None:
+            for queue in queues:
+                queue.put(None)
+
+        return tell
 
 
 @dataclass(frozen=True)

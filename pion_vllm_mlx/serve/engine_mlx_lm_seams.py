@@ -56,6 +56,7 @@ SEAMS = (
     ),
     Seam(_SERVER, "stream_generate"),
     Seam(_SERVER, "_make_sampler", ("args", "tokenizer")),
+    Seam(_SERVER, "ModelDescription.__init__", ("self", "model", "draft", "adapter")),
     Seam(_GENERATE, "maybe_quantize_kv_cache"),
     Seam(_CACHE, "LRUPromptCache.fetch_nearest_cache", ("self", "model", "tokens")),
     Seam(

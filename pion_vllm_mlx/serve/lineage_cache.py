@@ -98,8 +98,8 @@ class LineageCache:
         self.blocking = Blocking()
         self.prefilling = Rate()
         self.last_miss: Sequence[int] | None = None
-        #: called whenever caches have been inserted.
-        self.on_insert: Callable[[], None] = lambda: None
+        #: gives what is to be called when the caches that are handed over now have been kept.
+        self.on_insert: Callable[[], Callable[[], None]] = lambda: _nothing
 
     # -- the model --------------------------------------------------------------
 
@@ -110,6 +110,7 @@ class LineageCache:
         """
         if model is self._model:
             return
+        self.spread.finish()  # what is of the model before goes to its own tiers
         self._model, self._tiers, self._pending = model, None, None
         self._beside.drop(self._live)
         self._live = LiveTier(0)
@@ -212,16 +213,21 @@ class LineageCache:
 
         Never raises, never waits for the store.
         """
-        with self.blocking.measured("insert"):
-            tiers = self._tiers
-            ids = token_ids(tokens)[0] if tiers is not None else None  # images have other ids
-            if tiers is None or ids is None:
-                kind = cache_type if cache_type in ("system", "user") else REPLY
-                self._plain.insert_cache(model, tokens, caches, cache_type=kind)
-            else:
-                plan = tokens.plan if isinstance(tokens, Seen) else None
-                guarded(lambda: self._insert(tiers, ids, caches, cache_type, plan), None)
-        self.on_insert()
+        told, tiers = self.on_insert(), self._tiers
+
+        def insert() -> None:
+            with self.blocking.measured("insert"):
+                if tiers is None or not self._take(tiers, tokens, caches, cache_type):
+                    kind = cache_type if cache_type in ("system", "user") else REPLY
+                    self._plain.insert_cache(model, tokens, caches, cache_type=kind)
+            told()
+
+        if tiers is None or not isinstance(tokens, Seen) or tokens.plan.single:
+            self.spread.finish()
+            insert()
+            self.spread.finish()  # nobody else is served: no step would carry it
+        else:
+            self.spread.one_a_step(insert)
 
     # -- the rest of mlx-lm's interface --------------------------------------------
 
@@ -308,7 +314,16 @@ class LineageCache:
     def _alone(self) -> bool:
         return all(plan.done for plan in self._open)
 
-    def _insert(
+    def _take(self, tiers: Tiers, tokens: list[int], caches: list[Any], cache_type: str) -> bool:
+        """Keeps caches in the two tiers; False for those of images, which have other ids."""
+        ids, _ = token_ids(list(tokens))  # a plain list is read ten times as fast
+        if ids is None:
+            return False
+        plan = tokens.plan if isinstance(tokens, Seen) else None
+        guarded(lambda: self._keep(tiers, ids, caches, cache_type, plan), None)
+        return True
+
+    def _keep(
         self, tiers: Tiers, ids: TokenIds, caches: list[Any], cache_type: str, plan: Plan | None
     ) -> None:
         reply = cache_type not in KEEP_KINDS
@@ -323,8 +338,6 @@ class LineageCache:
         if not (reply and tiers.recurrent):
             tiers.store.keep(ids, caches, kind, given=True, schedule=self.spread.add)
         self.spread.add(lacking)
-        if plan is None or plan.single:  # nobody else is served: no step would carry them
-            self.spread.finish()
 
     def _put(
         self, tiers: Tiers, ids: TokenIds, caches: list[Any], kind: str, lacking: list[Any]
@@ -351,6 +364,10 @@ class LineageCache:
         if sentence not in self._told:
             self._told.add(sentence)
             log.warning("%s", sentence)
+
+
+def _nothing() -> None:
+    """Nobody waits for caches to be kept."""
 
 
 def guarded(call: Callable[[], T], otherwise: T) -> T:

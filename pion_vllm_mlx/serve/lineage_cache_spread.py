@@ -4,7 +4,8 @@ What mlx-lm hands over at a cut or at the end of a reply are copies that are sti
 Made at once they hold up the next token of everybody else by as long as the whole cache takes
 to be copied. Here each step of the batch carries along a piece: its sampled tokens depend on
 a few of the arrays, so that they are computed with the step, by the same call, and the thread
-that generates waits for nothing on our account.
+that generates waits for nothing on our account.  What is to be done for each of several
+replies that end at once is done step by step, too.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class Spread:
         self.least_bytes = GPU_BYTES if gpu else CPU_BYTES
         self._parts: deque[_Part] = deque()
         self._waiting_bytes = 0
+        self._jobs: deque[Then] = deque()
+        self._worked = False
+        self._sampled = False
         self._carrying = False
 
     @property
@@ -55,6 +59,14 @@ class Spread:
         self._parts.append(_Part(deque(arrays), then))
         self._waiting_bytes += sum(array.nbytes for array in arrays)
 
+    def one_a_step(self, job: Then) -> None:
+        """Does ``job`` now, if it is the first since the last step, else behind those before it."""
+        if self._worked:
+            self._jobs.append(job)
+        else:
+            self._worked = True
+            job()
+
     def carrying(self, make_sampler: Callable[..., Sampler]) -> Callable[..., Sampler]:
         """``make_sampler``, whose samplers' tokens carry pieces."""
 
@@ -66,6 +78,7 @@ class Spread:
 
     def carried(self, sampled: mx.array) -> mx.array:
         """The same tokens, which depend on the next piece: once a step."""
+        self._sampled = True
         if self._carrying or not self._parts:
             return sampled
         self._carrying = True
@@ -73,13 +86,23 @@ class Spread:
         return mx.depends(sampled, piece) if piece else sampled
 
     def stepped(self) -> None:
-        """A step has been scheduled, with the piece that it carries."""
+        """A step has been scheduled, with the piece that it carries.
+
+        May be called more than once a step.
+        """
         self._carrying = False
         while self._parts and not self._parts[0].arrays:
             self._parts.popleft().then()
+        if self._sampled:
+            self._sampled = self._worked = False
+            if self._jobs:
+                self.one_a_step(self._jobs.popleft())
 
     def finish(self) -> None:
-        """Schedules all that waits: nobody is held up."""
+        """Does and schedules all that waits: nobody is held up."""
+        self._worked = False
+        while self._jobs:
+            self._jobs.popleft()()
         arrays = [array for part in self._parts for array in part.arrays]
         if arrays:
             mx.async_eval(arrays)  # type: ignore[no-untyped-call]

@@ -121,7 +121,6 @@ def test_handing_caches_over_computes_nothing_and_takes_as_many_calls_for_more_r
 ) -> None:
     model = tiny_model(family)
     cache = opened(server, model, test="handing over")
-    spread = cache.spread = Watched()
     prompts = [token_ids(size, size) for size in (100, 300)]
     held = [filled(model, prompt) for prompt in prompts]
     evaluated: list[int] = []
@@ -129,10 +128,9 @@ def test_handing_caches_over_computes_nothing_and_takes_as_many_calls_for_more_r
         monkeypatch.setattr(mx, name, lambda *args: evaluated.append(len(args)))
     counts = []
     for prompt, caches in zip(prompts, held, strict=True):
-        seen = Seen(prompt, Plan([*prompt, 1]))
+        seen, cache.spread = Seen(prompt, Plan([*prompt, 1])), Spread()
         cache.insert_cache("m", seen, caches, cache_type="final")
-        counts.append(sum(len(part.arrays) for part in spread._parts))
-        spread._parts.clear()
+        counts.append(sum(len(part.arrays) for part in cache.spread._parts))
     assert not evaluated
     assert counts[0] == counts[1] > 0
     monkeypatch.undo()
@@ -311,3 +309,57 @@ def test_a_lent_cache_stays_as_it_was_when_its_owner_cuts_it() -> None:
     for one in caches:
         one.trim(20)
     assert [one.offset for one in lent.caches] == [50] * len(caches)
+
+
+def test_of_several_replies_that_end_at_once_one_a_step_is_seen_to() -> None:
+    spread, done = Spread(), []
+    for number in range(3):
+        spread.one_a_step(lambda number=number: done.append(number))  # type: ignore[misc]
+    assert done == [0]
+    spread.stepped()  # a second client is told something in the same step
+    assert done == [0]
+    spread.carried(mx.array([1]))
+    spread.stepped()
+    spread.stepped()
+    assert done == [0, 1]
+    spread.finish()
+    assert done == [0, 1, 2]
+
+
+def test_an_end_is_told_with_its_own_caches_and_not_before() -> None:
+    from queue import SimpleQueue
+
+    ends = Ends(lambda: None)
+    one: SimpleQueue[Any] = SimpleQueue()
+    two: SimpleQueue[Any] = SimpleQueue()
+    ends.behind(one).put(None)  # type: ignore[arg-type]
+    first = ends.taken()
+    ends.behind(two).put(None)  # type: ignore[arg-type]
+    second = ends.taken()
+    ends.tell()
+    assert one.empty() and two.empty()
+    first()
+    assert (one.get(), two.empty()) == (None, True)
+    second()
+    assert two.get() is None
+
+
+def test_caches_of_a_model_never_reach_the_tiers_of_the_next(server: RunningServer) -> None:
+    """FAULTS 1: what is still to be kept when the model is changed."""
+    model, other = tiny_model("llama"), tiny_model("llama", rope_theta=77.0)
+    cache = opened(server, model, test="changed")
+    prompts = [token_ids(80, seed) for seed in (21, 22)]
+    for prompt in prompts:
+        seen = Seen(prompt, Plan([*prompt, 1]))
+        cache.insert_cache("m", seen, filled(model, prompt), cache_type="final")
+    assert len(cache) == 1  # the second waits for a step
+    cache.attach(other, None)
+    cache.spread.finish()
+    assert len(cache) == 0
+    for prompt in prompts:
+        plan = planned(cache, [*prompt, 1])
+        assert (plan.hit, plan.restored, plan.match) == (None, None, None)
+    cache.close()
+    again = opened(server, model, test="changed")
+    assert [planned(again, [*prompt, 1]).stored_common for prompt in prompts] == [80, 80]
+    again.close()
