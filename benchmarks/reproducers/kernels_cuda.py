@@ -4,8 +4,8 @@ Keys and values are random bf16, prefixes of 2,048 to 65,536 tokens. A side is a
 each of which takes the output of the one before as its queries: the chain is built first, then
 evaluated against the clock, so a time is what the device and mlx's launching take, not Python's
 building. ``dense``: one query token; ``rate`` is the bytes of K and V over the time, ``of_copy``
-that over the bytes that a copy of 1 GB reads and writes in its time. ``batched``: 16 and 64 query
-tokens, ours, mlx's and the expression in mlx operations that gives the lse too. ``fused``: suffix
+that over the bytes that a copy of 1 GB reads and writes in its time. ``batched``: 16 and more
+query tokens, ours, mlx's and the expression in mlx operations that gives the lse too. ``fused``: suffix
 and prefix under one softmax, beside mlx's attention over the joined arrays. ``sparse``: 8 of 1,024
 blocks of 64 tokens, given (``blocks``), as 512 listed tokens a head (``listed``) and selected by
 block means (``auto``), beside all 65,536 tokens.
@@ -62,6 +62,7 @@ SHAPES = (
     Shape("32/8x64", 32, 8, 64),
     Shape("32/32x128", 32, 32, 128),
 )
+WIDE = Shape("32/8x256", 32, 8, 256)
 
 
 @dataclass
@@ -113,9 +114,14 @@ def random(*shape: int) -> Any:
     return drawn
 
 
-def held(shape: Shape, num_tokens: int) -> Prefix:
-    """A random prefix."""
+def held(shape: Shape, num_tokens: int, dtype: Any = None) -> Prefix:
+    """A random prefix, in bf16 or another type."""
+    import mlx.core as mx
+
     sides = [random(shape.kv_heads, num_tokens, shape.dim) for _ in range(2)]
+    if dtype is not None:
+        sides = [side.astype(dtype) for side in sides]
+        mx.eval(sides)
     return Prefix(sides[0], sides[1], num_tokens)
 
 
@@ -169,25 +175,29 @@ def dense(kernels: Kernels, copied: float, options: argparse.Namespace) -> dict[
 
 def batched(kernels: Kernels, options: argparse.Namespace) -> dict[str, Any]:
     """Many query tokens: three ways, and which is fastest."""
+    import mlx.core as mx
+
     found: dict[str, Any] = {}
-    shape = SHAPES[0]
-    for num_tokens in (2048, 16_384, 65_536):
-        for num_queries in (16, 64):
-            prefix, q = held(shape, num_tokens), random(shape.q_heads, num_queries, shape.dim)
-            seconds = compare(
-                {
-                    "kernel": Chain(ours(kernels, shape, prefix), q),
-                    "expression": Chain(ours(MlxKernels(), shape, prefix), q),
-                    "mlx": Chain(theirs(shape, prefix.keys, prefix.values), q[None]),
-                },
-                options,
-            )
-            times = {name: microseconds(one) for name, one in seconds.items()}
-            found[f"{shape.name} N={num_tokens} M={num_queries}"] = {
-                "us": times,
-                "ratio": paired_ratio(seconds["kernel"], seconds["mlx"])["median"],
-                "with_lse": min(("kernel", "expression"), key=lambda name: times[name]),
-            }
+    sizes = [(SHAPES[0], num, m) for num in (2048, 16_384, 65_536) for m in (16, 64)]
+    sizes += [(WIDE, 16_384, 16), (SHAPES[0], 2048, 512)]
+    cases = [(*size, mx.bfloat16) for size in sizes] + [(SHAPES[0], 16_384, 16, mx.float32)]
+    for shape, num_tokens, num_queries, dtype in cases:
+        prefix = held(shape, num_tokens, dtype)
+        q = random(shape.q_heads, num_queries, shape.dim).astype(dtype)
+        seconds = compare(
+            {
+                "kernel": Chain(ours(kernels, shape, prefix), q),
+                "expression": Chain(ours(MlxKernels(), shape, prefix), q),
+                "mlx": Chain(theirs(shape, prefix.keys, prefix.values), q[None]),
+            },
+            options,
+        )
+        times = {name: microseconds(one) for name, one in seconds.items()}
+        found[f"{shape.name} {str(dtype)[9:]} N={num_tokens} M={num_queries}"] = {
+            "us": times,
+            "ratio": paired_ratio(seconds["kernel"], seconds["mlx"])["median"],
+            "with_lse": min(("kernel", "expression"), key=times.__getitem__),
+        }
     return found
 
 

@@ -2,7 +2,8 @@
 
 The keys of a query are cut into parts so that a launch fills the device; a second launch merges
 the parts.  Few query rows of a KV head split the keys among the threads (``few_rows``), many share
-tiles of keys in threadgroup memory (``many_rows``).  The same plans serve Metal and CUDA.
+tiles of keys in threadgroup memory (``many_rows``; ``tensor_rows`` on CUDA's tensor cores).  The
+same plans serve Metal and CUDA.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from pion_vllm_mlx.kernels.problem import (
 )
 
 MANY_ROWS = 16  # query rows of a tile of many_rows
+TENSOR_ROWS = 64  # and of tensor_rows
 _SIMD = 32
 _STEP = 64  # parts begin at multiples of this many keys
 _MIN_TABLE = 8  # a shorter table would lie in another address space
@@ -78,6 +80,28 @@ class _Query:
     @property
     def suffix_tokens(self) -> int:
         return 0 if self.suffix is None else int(self.suffix[0].shape[1])
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A kernel of attention, the query rows of its tile, and its template."""
+
+    kernel: str
+    rows: int
+    template: tuple[tuple[str, int], ...]
+    simdgroups: int
+
+
+def _fits_tensors(query: _Query) -> bool:
+    """Whether tensor cores multiply these rows without losing more than float32 does.
+
+    Two bf16 parts hold a wider q; two fp16 parts would overflow where q does not.
+    """
+    arrays = (query.prefix.keys, *(query.suffix or ())[:1])
+    if any(isinstance(array, Affine) for array in arrays):
+        return False
+    q = kind_of(query.q)
+    return all(kind_of(array) in ("bf16", q) and kind_of(array) != "f32" for array in arrays)
 
 
 def row_tiles(head_map: NDArray[np.uint8], num_queries: int, rows: int) -> NDArray[np.int32]:
@@ -266,56 +290,61 @@ class DeviceKernels(Kernels):
         )[0]
 
     def _attend(self, query: _Query) -> Attended:
-        dialect = self.runner.dialect
         num_queries, heads, dim = query.num_queries, len(query.head_map), query.prefix.head_dim
-        per_head = int(np.bincount(query.head_map).max()) * num_queries
-        many = query.tokens == 0 and per_head > dialect.few_rows
-        lanes = lanes_of_key(dim, dialect.thread_values)
-        rows = MANY_ROWS if many else self._rows(dim // (4 * lanes), per_head, query.tokens)
-        tiles, num_tiles = self._tiles(query.head_map.tobytes(), num_queries, rows)
+        way = self._way(query)
+        tiles, num_tiles = self._tiles(query.head_map.tobytes(), num_queries, way.rows)
         parts = self._parts(num_tiles, query)
-        template: tuple[tuple[str, int], ...] = (("D", dim), ("SLICE", 64 if dim % 64 == 0 else 32))
-        if not many:
-            template = (
-                *(("D", dim), ("R", rows), ("LANES", lanes)),
-                *(
-                    ("SIMDGROUPS", dialect.simdgroups),
-                    ("UNROLL", self._unroll(rows, query.prefix.keys)),
-                ),
-            )
         shape: tuple[int, ...] = (heads, num_queries, parts.total, dim)
         if parts.total == 1:
             shape = (heads, num_queries, dim)
-        suffix = query.suffix
+        prefix, suffix = query.prefix, query.suffix
         part_out, part_lse = self.runner.run(
             Launch(
-                "many_rows" if many else "few_rows",
+                way.kernel,
                 (
-                    _side_macro("key", query.prefix.keys),
-                    _side_macro("value", query.prefix.values),
-                    ("PAGED", str(int(query.prefix.table is not None))),
+                    _side_macro("key", prefix.keys),
+                    _side_macro("value", prefix.values),
+                    ("PAGED", str(int(prefix.table is not None))),
                     ("SUFFIX", str(int(suffix is not None))),
                     ("TOKENS", str(query.tokens)),
                 ),
-                template,
+                way.template,
                 (
                     ("params", self._query_params(query, parts)),
                     ("tiles", tiles),
                     ("queries", query.q),
-                    *_side_inputs("key", query.prefix.keys),
-                    *_side_inputs("value", query.prefix.values),
-                    *self._table(query.prefix),
+                    *_side_inputs("key", prefix.keys),
+                    *_side_inputs("value", prefix.values),
+                    *self._table(prefix),
                     *((("suffix_keys", suffix[0]), ("suffix_values", suffix[1])) if suffix else ()),
                     *query.extra,
                 ),
                 (("part_out", shape, "f32"), ("part_lse", shape[:-1], "f32")),
                 (num_tiles, parts.total, 1),
-                (4 if many else dialect.simdgroups) * _SIMD,
+                way.simdgroups * _SIMD,
             )
         )
         if parts.total == 1:
             return Attended(part_out, part_lse)
         return self._merge(part_out, part_lse, (heads, num_queries, dim))
+
+    def _way(self, query: _Query) -> _Way:
+        """The kernel for a query, and its tile."""
+        dialect, dim = self.runner.dialect, query.prefix.head_dim
+        per_head = int(np.bincount(query.head_map).max()) * query.num_queries
+        if query.tokens == 0 and per_head > dialect.few_rows:
+            if dim <= dialect.tensor_dim and _fits_tensors(query):
+                return _Way("tensor_rows", TENSOR_ROWS, (("D", dim),), 4)
+            slices = ("SLICE", 64 if dim % 64 == 0 else 32)
+            return _Way("many_rows", MANY_ROWS, (("D", dim), slices), 4)
+        lanes = lanes_of_key(dim, dialect.thread_values)
+        rows = self._rows(dim // (4 * lanes), per_head, query.tokens)
+        template = (
+            *(("D", dim), ("R", rows), ("LANES", lanes)),
+            ("SIMDGROUPS", dialect.simdgroups),
+            ("UNROLL", self._unroll(rows, query.prefix.keys)),
+        )
+        return _Way("few_rows", rows, template, dialect.simdgroups)
 
     def _merge(self, part_out: Array, part_lse: Array, shape: tuple[int, int, int]) -> Attended:
         heads, num_queries, dim = shape

@@ -50,6 +50,7 @@ class Dialect:
     ``few_rows``: query rows of a KV head up to which keys are split over threads, not rows;
     ``threadgroups``: how many a launch should have; ``part_keys``: the fewest keys of a part;
     ``unroll``: keys of a thread that are under way at once, for one row of 16 bits;
+    ``tensor_dim``: head dimension up to which there is ``tensor_rows``, for rows of 16 bits;
     ``thread_values``: values of a key that one thread holds, where the head dimension allows it.
     """
 
@@ -62,13 +63,21 @@ class Dialect:
     thread_values: int
     part_keys: int = 64
     simdgroups: int = 4
+    tensor_dim: int = 0
 
 
 METAL = Dialect(
     "metal", "metal", row_quads=8, few_rows=8, threadgroups=256, unroll=4, thread_values=24
 )
 CUDA = Dialect(
-    "cuda", "cu", row_quads=16, few_rows=16, threadgroups=528, unroll=16, thread_values=8
+    "cuda",
+    "cu",
+    row_quads=16,
+    few_rows=16,
+    threadgroups=528,
+    unroll=16,
+    thread_values=8,
+    tensor_dim=128,
 )
 
 

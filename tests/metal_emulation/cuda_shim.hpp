@@ -29,6 +29,15 @@ inline float __bfloat162float(__nv_bfloat16 value) {
   return __uint_as_float(unsigned(value.bits) << 16);
 }
 
+inline __half __float2half_rn(float value) { return {same_bits<std::uint16_t>(_Float16(value))}; }
+inline unsigned short __half_as_ushort(__half value) { return value.bits; }
+inline __nv_bfloat16 __float2bfloat16_rn(float value) {
+  const unsigned word = same_bits<unsigned>(value);
+  if (std::isnan(value)) return {0x7fff};
+  return {std::uint16_t((word + 0x7fff + ((word >> 16) & 1)) >> 16)};
+}
+inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 value) { return value.bits; }
+
 struct alignas(8) uint2 {
   unsigned x, y;
 };
@@ -84,6 +93,34 @@ inline int __any_sync(unsigned, int value, PLACE) {
   std::uint64_t values[32];
   emulation::emulation_exchange(file, line, value != 0, values);
   return std::any_of(values, values + 32, [](std::uint64_t one) { return one != 0; });
+}
+
+inline float widened(std::uint16_t bits, const __half*) { return __half2float({bits}); }
+inline float widened(std::uint16_t bits, const __nv_bfloat16*) { return __bfloat162float({bits}); }
+
+// mma.m16n8k16: lane 4 g + t holds of a rows g and g + 8 and columns 2 t, 2 t + 1 and those + 8, of
+// b the same columns as rows and column g, of c rows g and g + 8 and columns 2 t, 2 t + 1.
+template <typename T>
+UNWATCHED void emulated_mma(float* c, const unsigned* a, unsigned b0, unsigned b1, const T* kind,
+                            PLACE) {
+  std::uint64_t words[3][32];
+  const std::uint64_t mine[3] = {a[0] | std::uint64_t(a[1]) << 32, a[2] | std::uint64_t(a[3]) << 32,
+                                 b0 | std::uint64_t(b1) << 32};
+  for (int i = 0; i < 3; ++i) emulation::emulation_exchange(file, line, mine[i], words[i]);
+  const auto half = [&](std::uint64_t word, int which) {
+    return widened(std::uint16_t(word >> (16 * which)), kind);
+  };
+  for (int e = 0; e < 4; ++e) {
+    const int row = int(this_lane()) / 4 + e / 2 * 8;
+    const int column = int(this_lane()) % 4 * 2 + e % 2;
+    float sum = c[e];
+    for (int k = 0; k < 16; ++k) {
+      const int pair = k % 8 / 2;
+      const float left = half(words[k / 8][row % 8 * 4 + pair], row / 8 * 2 + k % 2);
+      sum += left * half(words[2][column * 4 + pair], k / 8 * 2 + k % 2);
+    }
+    c[e] = sum;
+  }
 }
 #undef PLACE
 
