@@ -5,10 +5,10 @@ each of which takes the output of the one before as its queries: the chain is bu
 evaluated against the clock, so a time is what the device and mlx's launching take, not Python's
 building. ``dense``: one query token; ``rate`` is the bytes of K and V over the time, ``of_copy``
 that over the bytes that a copy of 1 GB reads and writes in its time. ``batched``: 16 and more
-query tokens, ours, mlx's and the expression in mlx operations that gives the lse too. ``fused``: suffix
-and prefix under one softmax, beside mlx's attention over the joined arrays. ``sparse``: 8 of 1,024
-blocks of 64 tokens, given (``blocks``), as 512 listed tokens a head (``listed``) and selected by
-block means (``auto``), beside all 65,536 tokens.
+query tokens, ours, mlx's and the expression in mlx operations that gives the lse too. ``fused``:
+suffix and prefix under one softmax, beside mlx's attention over the joined arrays. ``sparse``: 8 of
+1,024 blocks of 64 tokens, given (``blocks``), as 512 listed tokens a head (``listed``) and selected
+by block means (``auto``), beside all 65,536 tokens.
 """
 
 from __future__ import annotations

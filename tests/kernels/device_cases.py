@@ -57,8 +57,8 @@ BLOCK_AXES = {
 
 
 def grid(axes: Mapping[str, tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Every combination of what decides a program, the rest drawn anew for each."""
-    rng = np.random.default_rng()
+    """Every combination of what decides a program, the rest drawn for each; always the same."""
+    rng = np.random.default_rng(0)
     whole = ("head_dim", "stored", "page", "num_queries", "selector")
     kept = {name: values for name, values in axes.items() if name in whole}
     kept["num_suffix"] = tuple({None if n is None else 70: n for n in axes["num_suffix"]})
