@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +26,15 @@ class HeadGroups:
 
 
 def head_groups(head_map: NDArray[np.uint8], num_kv_heads: int) -> HeadGroups:
-    """The groups of ``head_map`` u8 ``[H_q]``, entries below ``num_kv_heads``."""
+    """The groups of ``head_map`` u8 ``[H_q]``, entries below ``num_kv_heads``; for reading only."""
+    return _groups(head_map.tobytes(), num_kv_heads)
+
+
+@lru_cache(maxsize=64)
+def _groups(head_map_bytes: bytes, num_kv_heads: int) -> HeadGroups:
+    """A model has one map, and a small query takes no longer than this."""
+    head_map = np.frombuffer(head_map_bytes, np.uint8)
     num_heads = len(head_map)
-    # The usual cases without sorting: this runs once a query and layer.
-    if num_heads % num_kv_heads == 0:
-        each = num_heads // num_kv_heads
-        if np.array_equal(head_map, np.repeat(np.arange(num_kv_heads), each)):
-            rows = np.arange(num_heads)
-            return HeadGroups(rows.reshape(num_kv_heads, each), rows, None, True)
     order = np.argsort(head_map, kind="stable")
     used, first, counts = np.unique(head_map[order], return_index=True, return_counts=True)
     widest = int(counts.max())
@@ -43,4 +45,5 @@ def head_groups(head_map: NDArray[np.uint8], num_kv_heads: int) -> HeadGroups:
     group = np.repeat(np.arange(len(used)), counts)
     rows[order] = group * widest + np.arange(num_heads) - first[group]
     every = len(used) == num_kv_heads
-    return HeadGroups(slots, rows, None if every else used.astype(np.intp), False)
+    in_order = every and np.array_equal(slots.reshape(-1), np.arange(num_heads))
+    return HeadGroups(slots, rows, None if every else used.astype(np.intp), in_order)

@@ -73,8 +73,10 @@ class Rows:
         pieces = [piece for run in ranges for piece in self._pieces(array, run)]
         if len(pieces) == 1:
             return pieces[0]
-        if array.dtype != np.float32:
-            return np.concatenate(pieces, axis=1)
+        if array is not self.side or array.dtype != np.float32:
+            return np.concatenate(
+                pieces, axis=1
+            )  # not into a buffer: scales and biases live at once
         num = sum(piece.shape[1] for piece in pieces)
         joined = SCRATCH.floats(f"{self.name} joined", (len(pieces[0]), num, array.shape[-1]))
         return np.concatenate(pieces, axis=1, out=joined)
@@ -82,11 +84,12 @@ class Rows:
     def _taken(
         self, array: NDArray[Any], kv_heads: NDArray[np.intp], tokens: NDArray[np.intp]
     ) -> NDArray[Any]:
-        if array.dtype != np.float32 or not array.flags.c_contiguous:
+        plain = array is self.side and array.dtype == np.float32
+        if not plain or not array.flags.c_contiguous:
             return array[kv_heads, tokens]
         rows = array.reshape(-1, array.shape[-1])
         taken = SCRATCH.floats(f"{self.name} taken", (*tokens.shape, array.shape[-1]))
-        # all rows are there: "wrap" only lets numpy write to the buffer at once
+        # All rows are there: "wrap" only lets numpy write to the buffer at once.
         return np.take(rows, kv_heads * array.shape[1] + tokens, axis=0, out=taken, mode="wrap")
 
     def _pieces(self, array: NDArray[Any], run: Range) -> Iterator[NDArray[Any]]:

@@ -21,7 +21,10 @@ HEAD_MAPS = {
     "interleaved": [0, 1, 2, 0, 1, 2],
     "uneven, one unused": [3, 0, 3, 1, 0, 3],
 }
-STORED = ("fp32", "fp16", "bf16", "4 bits of 32", "8 bits of 32")
+STORED = (
+    *("fp32", "fp16", "bf16"),
+    *("4 bits of 32", "8 bits of 32", "4 bits of 32, fp32", "8 bits of 32, bf16"),
+)
 
 AXES: dict[str, tuple[Any, ...]] = {
     "head_dim": HEAD_DIMS,
@@ -92,20 +95,27 @@ def values(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> NDAr
     return transfer.converter(drawn, dtype)(drawn)
 
 
-def affine(rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: int) -> Affine:
-    """Random codes whose values are about as large as those of ``values``."""
+def affine(
+    rng: np.random.Generator, shape: tuple[int, ...], bits: int, group: int, of: str = "fp16"
+) -> Affine:
+    """Random codes whose values are about as large as those of ``values``.
+
+    Scales and biases are ``of`` fp32, fp16 or bf16.
+    """
     *outer, dim = shape
     codes = rng.integers(0, 2**32, (*outer, dim * bits // 32), dtype=np.uint32)
     grouped = (*outer, dim // group)
-    scales = (rng.uniform(2.0, 4.0, grouped) / 2**bits).astype(np.float16)
-    biases = rng.uniform(-2.0, -1.0, grouped).astype(np.float16)
+    scales = (rng.uniform(2.0, 4.0, grouped) / 2**bits).astype(np.float32)
+    biases = rng.uniform(-2.0, -1.0, grouped).astype(np.float32)
+    if of != "fp32":
+        scales, biases = (transfer.converter(part, of)(part) for part in (scales, biases))
     return Affine(codes, scales, biases, bits, group)
 
 
 def side(rng: np.random.Generator, shape: tuple[int, ...], stored: str) -> Any:
     """Random rows ``shape`` as they are stored."""
     if stored[0] in "48":
-        return affine(rng, shape, int(stored[0]), 32)
+        return affine(rng, shape, int(stored[0]), 32, stored.partition(", ")[2] or "fp16")
     return values(rng, shape, stored)
 
 
