@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pion_vllm_mlx.formats import transpose_rows
 from pion_vllm_mlx.formats.base import Bytes
 from pion_vllm_mlx.kernels import api
+from pion_vllm_mlx.kernels.quantized import dequantized
 from pion_vllm_mlx.server.attention.resident import Resident
 from pion_vllm_mlx.server.store.index import LayerRows
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, read_head, read_layer
@@ -23,6 +24,8 @@ from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, read_head, read_layer
 #: how formats of one number a value lie in memory; numpy has no bfloat16.
 _ITEMS = {"fp32": "<f4", "fp16": "<f2", "bf16": "<u2"}
 _FOUR_BITS = "mlx4g32"
+#: values that stay in a processor's cache while they are taken out of their groups.
+_CACHED_VALUES = 128 << 10
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ def read(pair: LayerPair, heads: int, dim: int, dtype: str) -> Resident:
         sides = [_groups(side, heads, first, last) for side in (pair.keys, pair.values)]
         return Resident(api.Prefix(sides[0], sides[1], last - first), first)
     kept = _kept(pair, dtype)
-    k, v = (_values(side, heads, first, last, kept) for side in (pair.keys, pair.values))
+    k, v = (_values(side, heads, first, last) for side in (pair.keys, pair.values))
     return Resident(api.dense_prefix(k, v, kept), first)
 
 
@@ -119,17 +122,28 @@ def _groups(rows: LayerRows, heads: int, first: int, last: int) -> api.Affine:
     return api.Affine(codes, scales, biases, 4, 32)
 
 
-def _values(rows: LayerRows, heads: int, first: int, last: int, kept: str) -> NDArray[Any]:
-    """One side ``[H, n, D]``: its bits where it is stored as it is kept, else float32."""
+def _values(rows: LayerRows, heads: int, first: int, last: int) -> NDArray[Any]:
+    """One side ``[H, n, D]``: the bits of formats of one number a value, else float32."""
     spec, n = rows.spec, last - first
-    if spec.fmt == kept:
-        return _by_head(rows, heads, first, last).view(_ITEMS[kept])
+    if spec.fmt in _ITEMS:
+        return _by_head(rows, heads, first, last).view(_ITEMS[spec.fmt])
     out = np.empty((heads, n, spec.width // heads), np.float32)
+    if spec.fmt == _FOUR_BITS and spec.format.head_major(spec.width, heads):
+        groups = _groups(rows, heads, first, last)
+        step = max(1, _CACHED_VALUES // spec.width)
+        for begin in range(0, n, step):
+            part = dequantized(_rows_of(groups, begin, begin + step), "warming")
+            out[:, begin : begin + step] = part
+        return out
     for begin, end in _windows(rows, first, last):
         values = spec.format.decode(read_layer(rows, begin, end))
         tokens = values.reshape(end - begin, heads, -1).transpose(1, 0, 2)
         out[:, begin - first : end - first] = tokens
     return out
+
+
+def _rows_of(groups: api.Affine, first: int, last: int) -> api.Affine:
+    return groups.mapped(lambda array: array[:, first:last])
 
 
 def _by_head(rows: LayerRows, heads: int, first: int, last: int) -> Bytes:
