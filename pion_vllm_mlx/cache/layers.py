@@ -98,9 +98,14 @@ def refuse_unknown(cache: Sequence[Any]) -> None:
 
 def cache_arrays(cache: Sequence[Any]) -> list[mx.array]:
     """Every array that a cache holds, to evaluate them together."""
-    return [
-        array for _, entry in _flattened(cache) for array in _arrays_in(list(vars(entry).values()))
-    ]
+    found: list[mx.array] = []
+    for _, entry in _flattened(cache):
+        for value in vars(entry).values():
+            if isinstance(value, mx.array):
+                found.append(value)
+            elif isinstance(value, list | tuple):
+                found += _arrays_in(value)
+    return found
 
 
 def _arrays_in(value: Any) -> Iterator[mx.array]:

@@ -14,6 +14,7 @@ entry with the longest common prefix is a neighbour in a sorted list.
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from array import array
 from bisect import bisect_left, bisect_right, insort
@@ -50,7 +51,7 @@ class _Entry:
     floor: int
     kind: str
 
-    @property
+    @functools.cached_property
     def arrays(self) -> list[mx.array]:
         return cache_arrays(self.caches)
 

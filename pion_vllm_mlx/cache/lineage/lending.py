@@ -11,7 +11,6 @@ moves all of it to the host: there the new rows are copied, and the copies are l
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +71,8 @@ def bytes_of(array: mx.array) -> mx.array:
 def _shells(caches: Sequence[Any]) -> Iterator[Any]:
     """Cache objects that are nobody else's, over the same arrays."""
     for cache in caches:
-        shell = copy.copy(cache)
+        shell = object.__new__(type(cache))  # as copy.copy does, at a tenth of the time
+        vars(shell).update(vars(cache))
         if isinstance(cache, CacheList):
             shell.caches = type(cache.caches)(_shells(cache.caches))
         elif isinstance(cache, ArraysCache):
