@@ -136,9 +136,18 @@ def _times(run: Run) -> dict[str, float]:
 
 
 def differing(runs: Sequence[Run]) -> dict[str, int]:
-    """How many replies of each server are other than the first server's."""
-    first = {one.name: one.text for one in runs[0].answers}
-    return {run.server: sum(first[one.name] != one.text for one in run.answers) for run in runs[1:]}
+    """How many replies of each server are other than the last one's with the same engine.
+
+    That is the stock one where it takes part. Two engines may be two versions of mlx-lm.
+    """
+    last = {KINDS[run.server].engine: run for run in runs}
+    found = {}
+    for run in runs:
+        other = last[KINDS[run.server].engine]
+        texts = {one.name: one.text for one in other.answers}
+        if other is not run:
+            found[run.server] = sum(texts[one.name] != one.text for one in run.answers)
+    return found
 
 
 def show_losses(run: Run, prompts: Mapping[str, Ids]) -> None:
