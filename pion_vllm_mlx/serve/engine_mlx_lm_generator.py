@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +35,9 @@ log = logging.getLogger("pion_vllm_mlx.serve")
 FAILED = 1
 #: how mlx-lm calls the model of its command line, and its draft model.
 DEFAULT_MODEL = "default_model"
+
+LookUp = Callable[[Plan, Callable[[], "int | None"]], "int | None"]
+"""Has the store asked for a plan; gives what its second argument gives meanwhile."""
 
 server: Any = importlib.import_module("mlx_lm.server")
 
@@ -100,15 +103,18 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         if self.cache.store is None or has_images(request):
             return
         try:
-            prepared = self._prepared(served[1], request, args)
+            prepared = self._prepared(served[1], request, args, self.cache.look_up)
         except REFUSALS:
             return  # the generation thread says so, as it always does
-        if prepared.plan is not None:
-            self.cache.look_up(prepared.plan)
         prepared.fasten(request)
 
-    def _prepared(self, tokenizer: Any, request: Any, args: Any) -> Prepared:
-        """A request's tokens, and its plan if it is to be stored. Raises what templates raise."""
+    def _prepared(
+        self, tokenizer: Any, request: Any, args: Any, look_up: LookUp | None = None
+    ) -> Prepared:
+        """A request's tokens, and its plan if it is to be stored. Raises what templates raise.
+
+        The anchor is found while ``look_up`` has the store asked.
+        """
         tokenized = super()._tokenize(tokenizer, request, args)
         prompt, _, _, *rest = tokenized
         if len(prompt) < 2:
@@ -116,16 +122,25 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         if len(rest) > 1 and rest[1] is not None:
             log.info("prompt of %d tokens: images are not stored", len(prompt))
             return Prepared(tokenizer, tokenized)
-        settings = self._template_settings(args)
-        anchor = self._anchors.length(tokenizer, request, settings, prompt)
-        store = self.cache.store
-        if store is not None:  # agents with the same tools part where these end
-            shared = self._anchors.tools_length(tokenizer, request, settings, prompt)
-            store.expect_beginning(list(prompt[:shared]))
         single = not self._is_batchable(args)
         journal = self._journal(args, list(prompt)) if single else ""
         plan = Plan(list(prompt), single=single, journal=journal)
-        return Prepared(tokenizer, tokenized, plan, anchor)
+
+        def anchor() -> int | None:
+            return self._anchor(tokenizer, request, self._template_settings(args), prompt)
+
+        found = anchor() if look_up is None else look_up(plan, anchor)
+        return Prepared(tokenizer, tokenized, plan, found)
+
+    def _anchor(
+        self, tokenizer: Any, request: Any, settings: Mapping[str, Any], prompt: Sequence[int]
+    ) -> int | None:
+        """Where the system part of a prompt ends; agents with the same tools part before it."""
+        store = self.cache.store
+        if store is not None:
+            shared = self._anchors.tools_length(tokenizer, request, settings, prompt)
+            store.expect_beginning(list(prompt[:shared]))
+        return self._anchors.length(tokenizer, request, settings, prompt)
 
     def _plan_of_caller(self) -> Plan | None:
         context = vars(self.current).get("context")

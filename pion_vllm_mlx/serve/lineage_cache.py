@@ -143,17 +143,20 @@ class LineageCache:
 
     # -- one request, before it is served -----------------------------------------
 
-    def look_up(self, plan: Plan) -> None:
+    def look_up(self, plan: Plan, meanwhile: Callable[[], T]) -> T:
         """Has the store asked for a prompt, and read.  Any thread; waits for it.
 
-        Whatever goes wrong, the request goes on: with what the generation thread finds live.
+        Gives what ``meanwhile`` gives, which this thread does before it waits.  Whatever goes
+        wrong in the store, the request goes on: with what the generation thread finds live.
         """
         tiers = self._tiers
         if tiers is None:
-            return
+            return meanwhile()
         done = self._beside.ask(lambda: guarded(lambda: tiers.look_up(plan), None))
+        found = meanwhile()
         if not waited(done, MOST_DEADLINES * tiers.store.options.deadline_seconds):
             plan.tiers, plan.why = tiers, BUSY
+        return found
 
     def beside(self, call: Callable[[], T]) -> T:
         """What ``call`` gives on the thread that asks the store."""

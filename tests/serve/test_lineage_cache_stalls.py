@@ -53,10 +53,14 @@ def filled(model: Any, tokens: list[int]) -> list[Any]:
     return caches
 
 
+def nothing() -> None:
+    """What a connection does while the store is asked."""
+
+
 def planned(cache: LineageCache, tokens: list[int]) -> Plan:
     """A request as it is planned: looked up by its connection, completed where it is served."""
     plan = Plan(tokens)
-    cache.look_up(plan)
+    cache.look_up(plan, nothing)
     return cache.plan(plan, None)
 
 
@@ -209,7 +213,7 @@ def test_a_request_does_not_wait_for_ever_for_others_to_be_looked_up(
     waiting = threading.Thread(target=lambda: cache.beside(gate.wait))
     waiting.start()
     plan = Plan(prompt)
-    cache.look_up(plan)
+    cache.look_up(plan, nothing)
     assert plan.why == BUSY
     gate.set()
     waiting.join()
