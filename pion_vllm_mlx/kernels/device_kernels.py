@@ -237,6 +237,7 @@ class DeviceKernels(Kernels):
                 _SIMD,
             )
         )
+        self.runner.settle(found)  # they are kept: not the keys for their sake
         return BlockStatistics(found[0], found[1] if quest else None)
 
     def block_scores(

@@ -155,6 +155,9 @@ class Runner(ABC):
     def run(self, launch: Launch) -> list[Array]:
         """The outputs of a launch, in its order; those of mlx are lazy."""
 
+    def settle(self, arrays: list[Array]) -> None:
+        """Compute lazy arrays now."""
+
     @abstractmethod
     def constant(self, values: NDArray[np.int32]) -> Array:
         """Integers as an array of the runner's kind."""

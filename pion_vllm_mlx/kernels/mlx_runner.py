@@ -39,6 +39,12 @@ class MlxRunner(Runner):
         )
         return outputs
 
+    def settle(self, arrays: list[Array]) -> None:
+        """Evaluate arrays."""
+        import mlx.core as mx
+
+        mx.eval(arrays)
+
     def constant(self, values: NDArray[np.int32]) -> Array:
         """Integers as an mlx array."""
         import mlx.core as mx

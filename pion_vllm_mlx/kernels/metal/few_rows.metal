@@ -89,7 +89,7 @@ threadgroup float group_top[SIMDGROUPS * R];
 threadgroup float group_sum[SIMDGROUPS * R];
 
 const int lane = int(thread_index_in_simdgroup);
-const int simdgroup = int(simdgroup_index_in_threadgroup);
+const int simd_id = int(simdgroup_index_in_threadgroup);
 const int split = int(threadgroup_position_in_grid.y);
 const int first = int(threadgroup_position_in_grid.x) * (R + 1);
 const int head = tiles[first];
@@ -139,7 +139,7 @@ const Run tokens{params[kStart]};
 if (split < params[kPrefixSplits]) {
   const int begin = split * chunk;
   const int end = min(begin + chunk, visible);
-  visit<R, C, LANES, UNROLL, false>(rows, KEYS, VALUES, tokens, layout, begin + simdgroup * step,
+  visit<R, C, LANES, UNROLL, false>(rows, KEYS, VALUES, tokens, layout, begin + simd_id * step,
                                     end, stride, lane);
 }
 #if SUFFIX
@@ -148,7 +148,7 @@ else {
   const int end = min(begin + chunk, params[kSuffix]);
   visit<R, C, LANES, UNROLL, true>(rows, plain<D>(suffix_keys), plain<D>(suffix_values), Run{0},
                                    Contiguous{ulong(head) * ulong(params[kSuffix])},
-                                   begin + simdgroup * step, end, stride, lane);
+                                   begin + simd_id * step, end, stride, lane);
 }
 #endif
 
@@ -157,7 +157,7 @@ for (int r = 0; r < R; ++r) {
   for (int hop = LANES; hop < 32; hop *= 2) top = fmax(top, simd_shuffle_xor(top, ushort(hop)));
   const float fade = metal::exp2(rows.top[r] - top);
   const float sum = over_slots(rows.sum[r] * fade, LANES);
-  const int at = simdgroup * R + r;
+  const int at = simd_id * R + r;
   for (int c = 0; c < C; ++c) {
     float4 acc = rows.acc[r][c] * fade;
     acc.x = over_slots(acc.x, LANES);
@@ -179,7 +179,7 @@ for (int r = 0; r < R; ++r) {
 }
 threadgroup_barrier(mem_flags::mem_threadgroup);
 
-for (int i = simdgroup * 32 + lane; i < R * D; i += SIMDGROUPS * 32) {
+for (int i = simd_id * 32 + lane; i < R * D; i += SIMDGROUPS * 32) {
   const int r = i / D;
   const int row = tiles[first + 1 + r];
   if (row < 0) continue;

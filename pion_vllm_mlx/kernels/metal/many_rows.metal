@@ -32,7 +32,7 @@ void copy_keys(Tile tile, Side side, Tokens tokens, Layout layout, int base, int
 // Scores against 32 keys become weights; what was summed so far fades by the new maximum.
 template <int D, int SLICE, bool CAUSAL, typename Weights>
 void weigh(thread RowGroup<D, SLICE>& rows, thread float* score, Weights weights, int key, int end,
-           int simdgroup, int lane) {
+           int simd_id, int lane) {
   for (int r = 0; r < 4; ++r) {
     const bool seen = key < end && (!CAUSAL || key <= rows.limit[r]);
     const float top = fmax(rows.top[r], simd_max(seen ? score[r] : kLowest));
@@ -41,7 +41,7 @@ void weigh(thread RowGroup<D, SLICE>& rows, thread float* score, Weights weights
     rows.top[r] = top;
     rows.sum[r] = rows.sum[r] * fade + simd_sum(weight);
     for (int e = 0; e < D / 32; ++e) rows.acc[r][e] *= fade;
-    weights[(simdgroup * 4 + r) * 32 + lane] = weight;
+    weights[(simd_id * 4 + r) * 32 + lane] = weight;
   }
 }
 
@@ -50,7 +50,7 @@ template <int D, int SLICE, bool CAUSAL, typename Tile, typename Query, typename
 void visit_tiles(thread RowGroup<D, SLICE>& rows, Tile tile, Tile query_tile, Tile weights,
                  Query queries, Map map, Keys keys, Values values, Tokens tokens, Layout layout,
                  int begin, int end, int index) {
-  const int simdgroup = index / 32;
+  const int simd_id = index / 32;
   const int lane = index % 32;
   const float scale = kLog2E / metal::sqrt(float(D));
   for (int base = begin; base < end; base += 32) {
@@ -66,10 +66,10 @@ void visit_tiles(thread RowGroup<D, SLICE>& rows, Tile tile, Tile query_tile, Ti
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int d = 0; d < SLICE; ++d) {
         const float key = tile[lane * (SLICE + 1) + d];
-        for (int r = 0; r < 4; ++r) score[r] += query_tile[(simdgroup * 4 + r) * SLICE + d] * key;
+        for (int r = 0; r < 4; ++r) score[r] += query_tile[(simd_id * 4 + r) * SLICE + d] * key;
       }
     }
-    weigh<D, SLICE, CAUSAL>(rows, score, weights, base + lane, end, simdgroup, lane);
+    weigh<D, SLICE, CAUSAL>(rows, score, weights, base + lane, end, simd_id, lane);
 #pragma unroll
     for (int slice = 0; slice < D; slice += SLICE) {
       threadgroup_barrier(mem_flags::mem_threadgroup);  // the tile of keys is no longer read
@@ -77,7 +77,7 @@ void visit_tiles(thread RowGroup<D, SLICE>& rows, Tile tile, Tile query_tile, Ti
       threadgroup_barrier(mem_flags::mem_threadgroup);
       for (int j = 0; j < 32; ++j) {
         for (int r = 0; r < 4; ++r) {
-          const float weight = weights[(simdgroup * 4 + r) * 32 + j];
+          const float weight = weights[(simd_id * 4 + r) * 32 + j];
           for (int e = 0; e < SLICE / 32; ++e) {
             rows.acc[r][slice / 32 + e] += weight * tile[j * (SLICE + 1) + e * 32 + lane];
           }
@@ -105,8 +105,8 @@ threadgroup float query_tile[16 * SLICE];
 threadgroup float weights[16 * 32];
 
 const int lane = int(thread_index_in_simdgroup);
-const int simdgroup = int(simdgroup_index_in_threadgroup);
-const int index = simdgroup * 32 + lane;
+const int simd_id = int(simdgroup_index_in_threadgroup);
+const int index = simd_id * 32 + lane;
 const int split = int(threadgroup_position_in_grid.y);
 const int first = int(threadgroup_position_in_grid.x) * 17;
 const int head = tiles[first];
@@ -115,7 +115,7 @@ const auto map = row_map(tiles, first + 1);
 
 RowGroup<D, SLICE> rows;
 for (int r = 0; r < 4; ++r) {
-  const int row = map.row(simdgroup * 4 + r);
+  const int row = map.row(simd_id * 4 + r);
   const int causal = params[kSuffix] - params[kQueries];
   rows.top[r] = kLowest;
   rows.sum[r] = 0.0f;
@@ -145,7 +145,7 @@ else {
 #endif
 
 for (int r = 0; r < 4; ++r) {
-  const int row = map.row(simdgroup * 4 + r);
+  const int row = map.row(simd_id * 4 + r);
   if (row < 0) continue;
   const ulong part = ulong(row) * ulong(params[kSplits]) + ulong(split);
   const bool none = rows.sum[r] == 0.0f;

@@ -24,7 +24,7 @@ enum Param {
 
 inline float4 load4(const device float* p) { return *(const device float4*)(p); }
 
-inline float4 load4(const device float16_t* p) { return float4(*(const device half4*)(p)); }
+inline float4 load4(const device half* p) { return float4(*(const device half4*)(p)); }
 
 // A bfloat is the upper half of a float. Older systems have no vectors of it.
 inline float4 load4(const device bfloat16_t* p) {
