@@ -1,21 +1,18 @@
-"""Attention on a GPU: which kernel, cut into how many parts, with which numbers.
+"""Attention on a GPU: jobs become launches of the kernels, the same for Metal and CUDA.
 
-The keys of a query are cut into parts so that a launch fills the device; a second launch merges
-the parts.  Few query rows of a KV head split the keys among the threads (``few_rows``), many share
-tiles of keys in threadgroup memory (``many_rows``; ``tensor_rows`` on CUDA's tensor cores).  The
-same plans serve Metal and CUDA.
+``device_plan`` says which kernel and how the keys are cut, ``device_source`` what a launch is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.kernels.device_source import Kind, Launch, Runner, kind_of
+from pion_vllm_mlx.kernels.device_plan import Inputs, Parts, Query, parts_of, row_tiles, way_of
+from pion_vllm_mlx.kernels.device_source import Kind, Launch, Runner
 from pion_vllm_mlx.kernels.problem import (
     Affine,
     Array,
@@ -30,100 +27,10 @@ from pion_vllm_mlx.kernels.problem import (
     SparseJob,
 )
 
-MANY_ROWS = 16  # query rows of a tile of many_rows
-TENSOR_ROWS = 64  # and of tensor_rows
 _SIMD = 32
-_STEP = 64  # parts begin at multiples of this many keys
 _MIN_TABLE = 8  # a shorter table would lie in another address space
 
-Inputs = tuple[tuple[str, Array], ...]
 Outputs = tuple[tuple[str, tuple[int, ...], Kind], ...]
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """How keys are cut: ``prefix`` parts of ``chunk`` keys, then ``suffix`` parts."""
-
-    prefix: int
-    suffix: int
-    chunk: int
-
-    @property
-    def total(self) -> int:
-        return self.prefix + self.suffix
-
-
-@dataclass(frozen=True)
-class _Query:
-    """What the kernels of one job have in common.
-
-    ``visible``: keys of the prefix that a query row visits; ``tokens`` says which: 0 a run, 1 a
-    list a head, 2 blocks.
-    """
-
-    q: Array
-    prefix: Prefix
-    head_map: NDArray[np.uint8]
-    start: int
-    visible: int
-    suffix: tuple[Array, Array] | None = None
-    tokens: int = 0
-    extra: Inputs = ()
-    list_width: int = 0
-    block_tokens: int = 1
-    num_blocks: int = 0
-
-    @property
-    def num_queries(self) -> int:
-        return 1 if len(self.q.shape) == 2 else int(self.q.shape[1])
-
-    @property
-    def suffix_tokens(self) -> int:
-        return 0 if self.suffix is None else int(self.suffix[0].shape[1])
-
-
-@dataclass(frozen=True)
-class _Way:
-    """A kernel of attention, the query rows of its tile, and its template."""
-
-    kernel: str
-    rows: int
-    template: tuple[tuple[str, int], ...]
-    simdgroups: int
-
-
-def _fits_tensors(query: _Query) -> bool:
-    """Whether tensor cores multiply these rows without losing more than float32 does.
-
-    Two bf16 parts hold a wider q; two fp16 parts would overflow where q does not.
-    """
-    arrays = (query.prefix.keys, *(query.suffix or ())[:1])
-    if any(isinstance(array, Affine) for array in arrays):
-        return False
-    q = kind_of(query.q)
-    return all(kind_of(array) in ("bf16", q) and kind_of(array) != "f32" for array in arrays)
-
-
-def row_tiles(head_map: NDArray[np.uint8], num_queries: int, rows: int) -> NDArray[np.int32]:
-    """i32 ``[tiles, 1 + rows]``: a KV head and the rows ``h * M + m`` that read it, -1 for none."""
-    heads = np.repeat(head_map.astype(np.int64), num_queries)
-    order = np.argsort(heads, kind="stable")
-    counts = np.bincount(heads)
-    tiles_of = -(-counts // rows)
-    first_tile = np.cumsum(tiles_of) - tiles_of
-    place = np.arange(len(heads)) - np.repeat(np.cumsum(counts) - counts, counts)
-    tile = first_tile[heads[order]] + place // rows
-    tiles = np.full((int(tiles_of.sum()), 1 + rows), -1, dtype=np.int32)
-    tiles[tile, 0] = heads[order]
-    tiles[tile, 1 + place % rows] = order
-    return tiles
-
-
-def lanes_of_key(head_dim: int, thread_values: int) -> int:
-    """Threads that share a key in few_rows: the fewest that hold ``thread_values`` each at most."""
-    possible = [lanes for lanes in (8, 16, 32) if head_dim % (4 * lanes) == 0]
-    enough = [lanes for lanes in possible if head_dim // lanes <= thread_values]
-    return enough[0] if enough else possible[-1]
 
 
 def _side_inputs(name: str, side: Side) -> Inputs:
@@ -152,7 +59,7 @@ class DeviceKernels(Kernels):
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         self.name = runner.dialect.name
-        self._tiles = lru_cache(maxsize=256)(self._make_tiles)
+        self._tiles = lru_cache(maxsize=32)(self._make_tiles)
         self._numbers = lru_cache(maxsize=1024)(self._make_numbers)
         self._members = lru_cache(maxsize=64)(self._make_members)
 
@@ -164,7 +71,7 @@ class DeviceKernels(Kernels):
         """Every row sees the prefix from ``start`` on, and the suffix causally."""
         visible = job.prefix.num_tokens - job.start
         suffix = None if job.suffix is None else (job.suffix.keys, job.suffix.values)
-        return self._attend(_Query(job.q, job.prefix, job.head_map, job.start, visible, suffix))
+        return self._attend(Query(job.q, job.prefix, job.head_map, job.start, visible, suffix))
 
     def attend_sparse(self, job: SparseJob) -> Attended:
         """Each head sees its listed tokens."""
@@ -177,7 +84,7 @@ class DeviceKernels(Kernels):
         )
         longest = int(job.counts.max(initial=0))
         return self._attend(
-            _Query(
+            Query(
                 *(job.q, job.prefix, job.head_map, 0, longest),
                 tokens=1,
                 extra=lists,
@@ -195,7 +102,7 @@ class DeviceKernels(Kernels):
             )
             return self.attend(dense)
         return self._attend(
-            _Query(
+            Query(
                 *(job.q, job.prefix, job.head_map, job.start),
                 num_blocks * job.block_tokens + tail,
                 None if job.suffix is None else (job.suffix.keys, job.suffix.values),
@@ -290,11 +197,11 @@ class DeviceKernels(Kernels):
             )
         )[0]
 
-    def _attend(self, query: _Query) -> Attended:
+    def _attend(self, query: Query) -> Attended:
         num_queries, heads, dim = query.num_queries, len(query.head_map), query.prefix.head_dim
-        way = self._way(query)
+        way = way_of(self.runner.dialect, query)
         tiles, num_tiles = self._tiles(query.head_map.tobytes(), num_queries, way.rows)
-        parts = self._parts(num_tiles, query)
+        parts = parts_of(self.runner.dialect, num_tiles, query)
         shape: tuple[int, ...] = (heads, num_queries, parts.total, dim)
         if parts.total == 1:
             shape = (heads, num_queries, dim)
@@ -329,24 +236,6 @@ class DeviceKernels(Kernels):
             return Attended(part_out, part_lse)
         return self._merge(part_out, part_lse, (heads, num_queries, dim))
 
-    def _way(self, query: _Query) -> _Way:
-        """The kernel for a query, and its tile."""
-        dialect, dim = self.runner.dialect, query.prefix.head_dim
-        per_head = int(np.bincount(query.head_map).max()) * query.num_queries
-        if query.tokens == 0 and per_head > dialect.few_rows:
-            if dim <= dialect.tensor_dim and _fits_tensors(query):
-                return _Way("tensor_rows", TENSOR_ROWS, (("D", dim),), 4)
-            slices = ("SLICE", 64 if dim % 64 == 0 else 32)
-            return _Way("many_rows", MANY_ROWS, (("D", dim), slices), 4)
-        lanes = lanes_of_key(dim, dialect.thread_values)
-        rows = self._rows(dim // (4 * lanes), per_head, query.tokens)
-        template = (
-            *(("D", dim), ("R", rows), ("LANES", lanes)),
-            ("SIMDGROUPS", dialect.simdgroups),
-            ("UNROLL", self._unroll(rows, query.prefix.keys)),
-        )
-        return _Way("few_rows", rows, template, dialect.simdgroups)
-
     def _merge(self, part_out: Array, part_lse: Array, shape: tuple[int, int, int]) -> Attended:
         heads, num_queries, dim = shape
         params = self._numbers(0, 0, 0, 0, int(part_lse.shape[-1]))
@@ -361,35 +250,7 @@ class DeviceKernels(Kernels):
         )
         return Attended(out, lse)
 
-    def _rows(self, quads: int, per_head: int, tokens: int) -> int:
-        """Rows of a tile of few_rows; a list of tokens belongs to one head."""
-        rows = 1
-        while (
-            tokens != 1
-            and rows < min(per_head, 4)
-            and 2 * rows * quads <= self.runner.dialect.row_quads
-        ):
-            rows *= 2
-        return rows
-
-    def _unroll(self, rows: int, side: Side) -> int:
-        """Keys of a thread under way at once: fewer, the more registers the rows take."""
-        width = 2 if not isinstance(side, Affine) and kind_of(side) == "f32" else 1
-        return max(1, min(4, self.runner.dialect.unroll // (rows * width)))
-
-    def _parts(self, num_tiles: int, query: _Query) -> _Parts:
-        dialect = self.runner.dialect
-        wanted = max(1, dialect.threadgroups // num_tiles)
-        wanted = min(wanted, -(-query.visible // dialect.part_keys))
-        chunk = -(-query.visible // max(1, wanted))
-        chunk = max(_STEP, -(-chunk // _STEP) * _STEP)
-        return _Parts(
-            max(1, -(-query.visible // chunk)),
-            -(-query.suffix_tokens // chunk),
-            chunk,
-        )
-
-    def _query_params(self, query: _Query, parts: _Parts) -> Array:
+    def _query_params(self, query: Query, parts: Parts) -> Array:
         return self._params(
             query.prefix,
             query.start,

@@ -155,6 +155,7 @@ class Runner(ABC):
     def run(self, launch: Launch) -> list[Array]:
         """The outputs of a launch, in its order; those of mlx are lazy."""
 
+    @abstractmethod
     def settle(self, arrays: list[Array]) -> None:
         """Compute lazy arrays now."""
 

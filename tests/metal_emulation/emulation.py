@@ -295,6 +295,9 @@ class EmulatedRunner(Runner):
         self._libraries[signature].run(signature, launch, outputs)
         return list(outputs)
 
+    def settle(self, arrays: list[NDArray[Any]]) -> None:
+        """Nothing: numpy's arrays are."""
+
     def constant(self, values: NDArray[np.int32]) -> NDArray[np.int32]:
         """The array itself."""
         return values
@@ -318,6 +321,9 @@ class Recorder(Runner):
         """Zeros of the right shapes."""
         self.signatures.add(launch.signature())
         return [np.zeros(shape, _NUMPY[kind]) for _, shape, kind in launch.outputs]
+
+    def settle(self, arrays: list[NDArray[Any]]) -> None:
+        """Nothing: numpy's arrays are."""
 
     def constant(self, values: NDArray[np.int32]) -> NDArray[np.int32]:
         """The array itself."""

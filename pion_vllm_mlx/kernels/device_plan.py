@@ -1,0 +1,153 @@
+"""How a device attends: which kernel, in tiles of how many rows, keys cut into how many parts.
+
+The keys of a query are cut into parts so that a launch fills the device; a second launch merges
+the parts.  Few query rows of a KV head split the keys among the threads (``few_rows``), many share
+tiles of keys in threadgroup memory (``many_rows``; ``tensor_rows`` on CUDA's tensor cores).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.kernels.device_source import Dialect, kind_of
+from pion_vllm_mlx.kernels.problem import Affine, Array, Prefix, Side
+
+MANY_ROWS = 16  # query rows of a tile of many_rows
+TENSOR_ROWS = 64  # and of tensor_rows
+_STEP = 64  # parts begin at multiples of this many keys
+
+Inputs = tuple[tuple[str, Array], ...]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How keys are cut: ``prefix`` parts of ``chunk`` keys, then ``suffix`` parts."""
+
+    prefix: int
+    suffix: int
+    chunk: int
+
+    @property
+    def total(self) -> int:
+        """All parts."""
+        return self.prefix + self.suffix
+
+
+@dataclass(frozen=True)
+class Query:
+    """What the kernels of one job have in common.
+
+    ``visible``: keys of the prefix that a query row visits; ``tokens`` says which: 0 a run, 1 a
+    list a head, 2 blocks.
+    """
+
+    q: Array
+    prefix: Prefix
+    head_map: NDArray[np.uint8]
+    start: int
+    visible: int
+    suffix: tuple[Array, Array] | None = None
+    tokens: int = 0
+    extra: Inputs = ()
+    list_width: int = 0
+    block_tokens: int = 1
+    num_blocks: int = 0
+
+    @property
+    def num_queries(self) -> int:
+        """M."""
+        return 1 if len(self.q.shape) == 2 else int(self.q.shape[1])
+
+    @property
+    def suffix_tokens(self) -> int:
+        """S; 0 without a suffix."""
+        return 0 if self.suffix is None else int(self.suffix[0].shape[1])
+
+
+@dataclass(frozen=True)
+class Way:
+    """A kernel of attention, the query rows of its tile, and its template."""
+
+    kernel: str
+    rows: int
+    template: tuple[tuple[str, int], ...]
+    simdgroups: int
+
+
+def fits_tensors(query: Query) -> bool:
+    """Whether tensor cores multiply these rows without losing more than float32 does.
+
+    Two bf16 parts hold a wider q; two fp16 parts would overflow where q does not.
+    """
+    arrays = (query.prefix.keys, *(query.suffix or ())[:1])
+    if any(isinstance(array, Affine) for array in arrays):
+        return False
+    q = kind_of(query.q)
+    return all(kind_of(array) in ("bf16", q) and kind_of(array) != "f32" for array in arrays)
+
+
+def row_tiles(head_map: NDArray[np.uint8], num_queries: int, rows: int) -> NDArray[np.int32]:
+    """i32 ``[tiles, 1 + rows]``: a KV head and the rows ``h * M + m`` that read it, -1 for none."""
+    heads = np.repeat(head_map.astype(np.int64), num_queries)
+    order = np.argsort(heads, kind="stable")
+    counts = np.bincount(heads)
+    tiles_of = -(-counts // rows)
+    first_tile = np.cumsum(tiles_of) - tiles_of
+    place = np.arange(len(heads)) - np.repeat(np.cumsum(counts) - counts, counts)
+    tile = first_tile[heads[order]] + place // rows
+    tiles = np.full((int(tiles_of.sum()), 1 + rows), -1, dtype=np.int32)
+    tiles[tile, 0] = heads[order]
+    tiles[tile, 1 + place % rows] = order
+    return tiles
+
+
+def lanes_of_key(head_dim: int, thread_values: int) -> int:
+    """Threads that share a key in few_rows: the fewest that hold ``thread_values`` each at most."""
+    possible = [lanes for lanes in (8, 16, 32) if head_dim % (4 * lanes) == 0]
+    enough = [lanes for lanes in possible if head_dim // lanes <= thread_values]
+    return enough[0] if enough else possible[-1]
+
+
+def way_of(dialect: Dialect, query: Query) -> Way:
+    """The kernel for a query, and its tile."""
+    dim = query.prefix.head_dim
+    per_head = int(np.bincount(query.head_map).max()) * query.num_queries
+    if query.tokens == 0 and per_head > dialect.few_rows:
+        if dim <= dialect.tensor_dim and fits_tensors(query):
+            return Way("tensor_rows", TENSOR_ROWS, (("D", dim),), 4)
+        slices = ("SLICE", 64 if dim % 64 == 0 else 32)
+        return Way("many_rows", MANY_ROWS, (("D", dim), slices), 4)
+    lanes = lanes_of_key(dim, dialect.thread_values)
+    rows = _few_rows(dialect, dim // (4 * lanes), 1 if query.tokens == 1 else per_head)
+    template = (
+        *(("D", dim), ("R", rows), ("LANES", lanes)),
+        ("SIMDGROUPS", dialect.simdgroups),
+        ("UNROLL", _unroll(dialect, rows, query.prefix.keys)),
+    )
+    return Way("few_rows", rows, template, dialect.simdgroups)
+
+
+def parts_of(dialect: Dialect, num_tiles: int, query: Query) -> Parts:
+    """Parts that fill the device and are not too short; a suffix has parts of its own."""
+    wanted = max(1, dialect.threadgroups // num_tiles)
+    wanted = min(wanted, -(-query.visible // dialect.part_keys))
+    chunk = -(-query.visible // max(1, wanted))
+    chunk = max(_STEP, -(-chunk // _STEP) * _STEP)
+    return Parts(max(1, -(-query.visible // chunk)), -(-query.suffix_tokens // chunk), chunk)
+
+
+def _few_rows(dialect: Dialect, quads: int, per_head: int) -> int:
+    """Rows of a tile of few_rows: at most 4, and as many as the registers hold."""
+    rows = 1
+    while rows < min(per_head, 4) and 2 * rows * quads <= dialect.row_quads:
+        rows *= 2
+    return rows
+
+
+def _unroll(dialect: Dialect, rows: int, side: Side) -> int:
+    """Keys of a thread under way at once: fewer, the more registers the rows take."""
+    width = 2 if not isinstance(side, Affine) and kind_of(side) == "f32" else 1
+    return max(1, min(4, dialect.unroll // (rows * width)))
