@@ -126,7 +126,7 @@ def test_a_reply_whose_end_was_told_is_never_replayed(
         engine.end(signal.SIGKILL)
     assert choice["finish_reason"] == way
     client = RespClient("127.0.0.1", pion_server.port)
-    assert client.cmd("KEYS", "pps:*:jr:*") == []
+    assert client.cmd("KEYS", "pps:*:jr:*") == [], engine.output()[-3000:]
     client.close()
     engine.start()
     assert streamed(engine, 90, seed=1)[1]["resumed_tokens"] == 0

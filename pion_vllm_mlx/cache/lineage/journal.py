@@ -59,7 +59,7 @@ class ReplyJournal:
         self._key = key
         self._front, self._back, self._behind = front, back, behind
         self._lock = threading.Lock()
-        self._ended = False
+        self._ended = self._gone = False
 
     def note(self, generated: Sequence[int]) -> None:
         """Notes the ids so far, once the rows that were given to be stored before are."""
@@ -75,22 +75,35 @@ class ReplyJournal:
     def end(self) -> bool:
         """Forgets the journal; when this returns it is gone. To be called before the end is told.
 
-        Waits for one answer of the store, at most its deadline. False where none came: then it
-        is tried once more in the background.
+        Waits for one answer of the store, over the other connection where the first is held
+        up, each at most for its deadline. False where none came: then it is tried once more in
+        the background.
         """
+        self._ended = True
         with self._lock:
-            if self._ended:
-                return True
-            try:
-                self._front.drop(self._key)
-            except PionError:
-                self.leave()
-                return False
-            self._ended = True
-        return True
+            if not self._gone:
+                self._gone = any(_dropped(way, self._key) for way in (self._front, self._back))
+            gone = self._gone
+        if not gone:
+            self.leave()
+        return gone
 
     def leave(self) -> None:
         """Forgets the journal in the background: nobody is told of the reply any more."""
-        if not self._ended:
-            self._ended = True
-            self._behind(lambda: self._back.drop(self._key))
+        self._ended = True
+
+        def drop() -> None:
+            with self._lock:
+                if not self._gone:  # else it may be another reply's by now
+                    self._back.drop(self._key)
+                    self._gone = True
+
+        self._behind(drop)
+
+
+def _dropped(journals: Journals, key: str) -> bool:
+    try:
+        journals.drop(key)
+    except PionError:
+        return False
+    return True

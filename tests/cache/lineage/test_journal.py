@@ -80,6 +80,7 @@ def test_a_reply_that_has_ended_is_forgotten_before_its_end_is_told(opened: Open
     store._in_background(slow)
     assert begun.wait(30)
     journal.note([1, 2])  # waits behind the slow one
+    journal.leave()  # and so does this, by the generation, which is over
     assert journal.end()
     assert other.load_journal("request") is None
     go_on.set()
@@ -93,6 +94,19 @@ def test_a_reply_that_has_ended_is_forgotten_before_its_end_is_told(opened: Open
     assert store.flush() and other.load_journal("request") == [7]
     again.leave()
     assert store.flush() and other.load_journal("request") is None
+
+
+def test_a_reply_is_forgotten_though_one_connection_is_held_up(
+    opened: Opener,
+) -> None:
+    model = tiny_model("llama")
+    store, other = opened(model, key_parts={"t": "held"}), opened(model, key_parts={"t": "held"})
+    journal = store.journal("request")
+    assert journal is not None
+    journal.note([1])
+    assert store.flush() and other.load_journal("request") == [1]
+    store._front.endpoint.door._back_off.failed("the last call took too long")
+    assert journal.end() and other.load_journal("request") is None
 
 
 def conversation(store: LineageStore, ids: list[int]) -> str:
