@@ -21,9 +21,16 @@ from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.memory.state_slots import MAX_SLOTS
 from pion_vllm_mlx.server.store.eviction import EvictionPolicy, drop_namespace
 from pion_vllm_mlx.server.store.index import Session, group_of
-from pion_vllm_mlx.server.store.records import Blocks, DropStates, Record, Rows, StoreState
+from pion_vllm_mlx.server.store.records import (
+    Blocks,
+    DropStates,
+    Record,
+    Rows,
+    StoreState,
+    changed_sids,
+)
 from pion_vllm_mlx.server.store.state import State
-from pion_vllm_mlx.server.store.store import Store, sessions_of
+from pion_vllm_mlx.server.store.store import Store
 from pion_vllm_mlx.server.tenants import Tenant, owner_of
 
 
@@ -128,7 +135,7 @@ class Shares:
                 case Blocks():
                     self._count_session(effect.sid)
                 case _:
-                    for sid in sessions_of(effect):
+                    for sid in changed_sids(effect):
                         self._count_session(sid)
 
     def _put_key(self, key: bytes, nbytes: int) -> None:
@@ -211,7 +218,7 @@ class Shares:
                 leaving += effects
         if excess > 0:
             raise self._refusal(tenant)
-        self._store.space.evictions += sum(len(sessions_of(effect)) for effect in leaving)
+        self._store.space.evictions += sum(len(changed_sids(effect)) for effect in leaving)
         return [*leaving, *records]
 
     def _leaving_first(self, tenant: bytes) -> Iterator[bytes]:
@@ -224,7 +231,7 @@ class Shares:
         return iter(list(dict.fromkeys(chain(groups, alone))))
 
     def _freed(self, effects: Sequence[Record]) -> int:
-        sessions = (sid for effect in effects for sid in sessions_of(effect))
+        sessions = (sid for effect in effects for sid in changed_sids(effect))
         states = (sid for e in effects if isinstance(e, DropStates) for sid in e.sids)
         return sum(self.sessions.bytes_of.get(sid, 0) for sid in sessions) + sum(
             self.states.bytes_of.get(sid, 0) for sid in states
@@ -275,4 +282,4 @@ def _lineage(sid: bytes) -> bytes:
 
 def _stored_to(record: Record) -> tuple[bytes, ...]:
     """The sessions that a record stores to."""
-    return (record.sid,) if isinstance(record, (StoreState, Blocks)) else sessions_of(record)
+    return (record.sid,) if isinstance(record, (StoreState, Blocks)) else changed_sids(record)

@@ -24,6 +24,7 @@ from pion_vllm_mlx.server.store.files import pread_exactly
 from pion_vllm_mlx.server.store.index import LayerRows, place_file
 from pion_vllm_mlx.server.store.rows import read_layer
 from pion_vllm_mlx.server.store.store import Store, StoreConfig
+from pion_vllm_mlx.server.store.verifying import verified
 from pion_vllm_mlx.wire.resp import Arg
 
 assert commands.__all__
@@ -128,7 +129,7 @@ class Driver:
         state = self.store.state
         for session in list(state.sessions.values()):
             if state.sessions.get(session.sid) is session:
-                self.loop.run_until_complete(self.store.verified([session]))
+                self.loop.run_until_complete(verified(self.store, [session]))
         for sid, layers in list(state.states.items()):
             for layer in list(layers):
                 self.ask("SSM.PREFIX.FETCH", sid, layer)

@@ -22,6 +22,7 @@ from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, TEMPORARY, FileHand
 from pion_vllm_mlx.server.store.index import LayerRows, Session
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, as_bytes, read_layer
 from pion_vllm_mlx.server.store.space import disk_error
+from pion_vllm_mlx.server.store.verifying import verified
 from pion_vllm_mlx.wire.resp import Arg
 
 WHERE = "V.EXPORT"
@@ -215,7 +216,7 @@ async def v_export(context: Context, args: list[Arg]) -> Reply:
     if known is not None and known.version == version:
         if await context.store.run(lambda: _file_crc(known.path)) == known.crc:
             return str(known.path)
-    if not await context.store.verified(request.sessions):
+    if not await verified(context.store, request.sessions):
         raise CommandError(f"{WHERE}: session not found (its rows did not verify)")
     folder = export_folder(context.server.config)
     name = f"{export_prefix(context.server.config)}{secrets.token_hex(8)}.safetensors"

@@ -14,6 +14,7 @@ from pion_vllm_mlx.server.command import Reply, command
 from pion_vllm_mlx.server.commands.attend_prefix import dim_of, heads_of
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.index import Session
+from pion_vllm_mlx.server.store.verifying import verified
 from pion_vllm_mlx.wire.resp import Arg, Simple
 
 WHERE = "KV.PREFIX.WARM"
@@ -40,7 +41,7 @@ async def kv_prefix_warm(context: Context, args: list[Arg]) -> Reply:
     check_dim(dim)
     target = _target(context, namespace, args[4:])
     sides = context.sides(namespace)
-    if len(sides) < 2 or not await context.store.verified(sides):
+    if len(sides) < 2 or not await verified(context.store, sides):
         raise CommandError(_NOT_FOUND)
     fitting, others = [], 0
     for layer, keys in sorted(sides[0].layers.items()):

@@ -12,6 +12,7 @@ from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.index import Extent, InSegment, Session
 from pion_vllm_mlx.server.store.sealing import side_of, tensor_name
 from pion_vllm_mlx.server.store.segments import Segment
+from pion_vllm_mlx.server.store.verifying import verified
 from pion_vllm_mlx.wire.resp import Arg, Simple
 
 
@@ -81,7 +82,7 @@ async def kv_prefix_map(context: Context, args: list[Arg]) -> Reply:
         if attempt:
             raise CommandError("KV.PREFIX.MAP: a store to this namespace is under way")
         await context.store.seal(namespace)
-    if not await context.store.verified(sessions):
+    if not await verified(context.store, sessions):
         return Simple("UNKNOWN")
     sessions = context.sides(namespace)
     if len(sessions) < 2 or not all(session.published for session in sessions):

@@ -20,6 +20,7 @@ from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, state_is_intact
 from pion_vllm_mlx.server.store.segments import Region
 from pion_vllm_mlx.server.store.space import disk_error
 from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store
+from pion_vllm_mlx.server.store.verifying import drop_damaged_state
 from pion_vllm_mlx.server.upload_room import UploadRoom
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Simple
 
@@ -161,7 +162,7 @@ async def _verified(context: Context, sid: bytes, blob: StateBlob) -> bool:
     if await context.store.run(lambda: state_is_intact(blob)):
         blob.verified = True
         return True
-    await context.store.drop_damaged_state(sid, blob, "checksum of a state is wrong")
+    await drop_damaged_state(context.store, sid, blob, "checksum of a state is wrong")
     return False
 
 

@@ -18,6 +18,7 @@ from pion_vllm_mlx.server.outbound import Chunk, Computed, Stream, file_range, z
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.index import LayerRows, Session
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, as_bytes, read_head, read_layer
+from pion_vllm_mlx.server.store.verifying import verified
 from pion_vllm_mlx.wire.resp import Arg, array_header, nil
 
 WHERE = "V.FETCH"
@@ -143,7 +144,7 @@ async def _reply(
     _check_size(layers, wanted)
     stream = Stream()
     pieces = [None if rows is None else layer_chunks(rows, wanted) for rows in layers]
-    if not await context.store.verified([session]):
+    if not await verified(context.store, [session]):
         raise CommandError(f"{WHERE}: session not found (its rows did not verify)")
     if context.state.sessions.get(session.sid) is not session:
         raise CommandError(f"{WHERE}: session not found")
@@ -170,7 +171,7 @@ async def _by_id(context: Context, session: Session, layer: int, ids: list[int])
         raise CommandError(f"{WHERE}: the reply would be larger than {MAX_REPLY} bytes")
     if rows.spec.fmt.startswith("raw:"):
         raise CommandError(f"{WHERE}: opaque rows need FMT STORED")
-    if not await context.store.verified([session]):
+    if not await verified(context.store, [session]):
         raise CommandError(f"{WHERE}: session not found (its rows did not verify)")
 
     def windows() -> Iterator[memoryview]:

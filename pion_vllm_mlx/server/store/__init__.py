@@ -7,11 +7,13 @@ Knows no command and no connection. The pieces, from the bottom:
 ``records``    the logged effects, one class each
 ``framing``    the bytes of a log file; scanning it; torn ends and damage
 ``wal``        the log: append, truncate, flush
-``segment_header``  its safetensors header
 ``disk_use``   what segment files occupy
-``segments``   the files that hold rows, readable by safetensors when sealed
+``folder_use`` what everything else in the folder occupies
+``segments``   the files that hold rows, readable by safetensors when sealed;
+               ``segment_header`` writes and checks their header
 ``blocks``     which blocks of tokens a namespace holds
 ``index``      sessions, runs of rows, states
+``totals``     what is counted over all sessions, kept up to date
 ``state``      the whole index; ``State.apply`` is its only writer
 ``rows``       writing the rows of a run, reading and verifying them
 ``sealing``    what lies in a segment; short runs out of the log into it
@@ -19,5 +21,10 @@ Knows no command and no connection. The pieces, from the bottom:
 ``recovery``   from files to a state
 ``eviction``   who goes when a limit is reached
 ``space``      regions of segments under a disk budget
+``saving``     SAVE: everything sealed, snapshots written, logs shortened
 ``store``      all of it behind one object
+``verifying``  what does not verify is dropped before anybody uses it
+``compaction`` which runs to copy where dead bytes lie between them
+``sharing``    equal rows of one owner, stored once
+``reclaim``    both in quiet moments, a step at a time
 """

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 from pion_vllm_mlx.server.store.compaction import Job, RowsCopy, plan
 from pion_vllm_mlx.server.store.sharing import Sharer
 from pion_vllm_mlx.server.store.store import Store
+from pion_vllm_mlx.server.store.verifying import drop_damaged, drop_damaged_state
 
 T = TypeVar("T")
 
@@ -79,9 +80,9 @@ class Reclaimer:
             return
         log.warning("a copy ended: %s", job.why)
         if isinstance(job.damaged, RowsCopy):
-            await store.drop_damaged([job.damaged.session], job.why)
+            await drop_damaged(store, [job.damaged.session], job.why)
         else:
-            await store.drop_damaged_state(job.damaged.sid, job.damaged.blob, job.why)
+            await drop_damaged_state(store, job.damaged.sid, job.damaged.blob, job.why)
 
     def _end(self, job: Job) -> None:
         """Nobody writes to the segment any more. It goes, unless something lives there now."""

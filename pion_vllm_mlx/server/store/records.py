@@ -323,6 +323,21 @@ _PARSERS = {
 }
 
 
+def changed_sids(record: Record) -> tuple[bytes, ...]:
+    """The V-store sessions that a record changes."""
+    match record:
+        case Rows() | Create() | Truncate():
+            return (record.sid,)
+        case Drop():
+            return record.sids
+    return ()
+
+
+def told_sids(record: Record) -> tuple[bytes, ...]:
+    """The sessions about which a record changes anything that others are told."""
+    return record.sids if isinstance(record, Expire) else changed_sids(record)
+
+
 def is_known(op: int) -> bool:
     """Whether this version has an effect for the operation."""
     return op in _PARSERS

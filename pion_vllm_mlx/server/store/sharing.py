@@ -42,6 +42,7 @@ from pion_vllm_mlx.server.store.sealing import side_of
 from pion_vllm_mlx.server.store.shapes import Piece
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
+from pion_vllm_mlx.server.store.verifying import drop_damaged
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +314,7 @@ class Sharer:
         equal, damaged = await store.run(lambda: _judged(pairs))
         for victim, why in damaged:
             log.warning("rows that should be shared: %s", why)
-            await store.drop_damaged([victim], why)
+            await drop_damaged(store, [victim], why)
         if not equal:
             return
         made: list[tuple[Pair, Record]] = []

@@ -19,21 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pion_vllm_mlx.errors import CommandError, DamagedData
+from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.eviction import (
     EvictionPolicy,
     LeastRecentlyUsed,
     PinLimits,
-    drop_damaged,
     drop_expired,
-    drop_namespace,
 )
 from pion_vllm_mlx.server.store.files import raise_file_limit
 from pion_vllm_mlx.server.store.folder_use import FolderUse
-from pion_vllm_mlx.server.store.index import Run, Session, StateBlob
-from pion_vllm_mlx.server.store.records import Create, Drop, Expire, Record, Rows, Truncate
+from pion_vllm_mlx.server.store.records import Record, told_sids
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
-from pion_vllm_mlx.server.store.rows import verify_run
 from pion_vllm_mlx.server.store.saving import Saver
 from pion_vllm_mlx.server.store.sealing import SealJob, begin_seal
 from pion_vllm_mlx.server.store.segments import Region, Segment
@@ -167,7 +163,7 @@ class Store:
                 continue
             for entry in await loop.run_in_executor(self._log_thread, wal.append, mine):
                 self.state.apply(entry)
-        self.on_change([sid for effect in effects for sid in changed_by(effect)])
+        self.on_change([sid for effect in effects for sid in told_sids(effect)])
         self.on_effects(effects)
         if not copied:
             self.last_write = time.monotonic()
@@ -337,61 +333,7 @@ class Store:
             or self.paths.vstore.exists()
         )
 
-    # -- damage ----------------------------------------------------------------
-
-    async def verified(self, sessions: Sequence[Session]) -> bool:
-        """Check every run of the sessions that was not checked since the start.
-
-        A session that does not verify is dropped, with its namespace, and counted.
-        """
-        runs = [run for session in sessions for run in session.runs() if not run.verified]
-        segments = [segment for session in sessions for segment in session.segments()]
-        unseen = [s for s in segments if s.sealed and not s.header_verified]
-        if not runs and not unseen:
-            return True
-        try:
-            await self.run(lambda: self._verify(runs, unseen))
-        except DamagedData as error:
-            await self.drop_damaged(sessions, str(error))
-            return False
-        except OSError as error:
-            raise CommandError(f"the stored rows cannot be read now: {error.strerror}") from error
-        return True
-
-    def _verify(self, runs: Sequence[Run], segments: Sequence[Segment]) -> None:
-        for segment in segments:
-            if not self.segments.verify_header(segment):
-                raise DamagedData(f"{segment.path.name}: header checksum is wrong")
-        for run in runs:
-            verify_run(run)
-
-    async def drop_damaged(self, sessions: Sequence[Session], why: str) -> None:
-        """Drop sessions that do not verify: whole namespaces, counted and remembered."""
-
-        def build() -> list[Record]:
-            # one of the same name that was made meanwhile is another
-            sids = [s.sid for s in sessions if self.state.sessions.get(s.sid) is s]
-            effects: list[Record] = []
-            for sid in sids:
-                effects += drop_damaged(self.state, sid, f"damaged: {why}", int(time.time()))
-            effects = list(dict.fromkeys(effects))
-            gone = [sid for effect in effects if isinstance(effect, Drop) for sid in effect.sids]
-            self.counters.damaged += len(gone)
-            return effects
-
-        await self.commit(build)
-
-    async def drop_damaged_state(self, sid: bytes, blob: StateBlob, why: str) -> None:
-        """Drop a state that does not verify, with its namespace, counted and remembered."""
-
-        def build() -> list[Record]:
-            # one that was stored in its place meanwhile is another
-            if not any(held is blob for held in self.state.states.get(sid, {}).values()):
-                return []
-            self.counters.damaged += 1
-            return drop_namespace(self.state, sid, f"damaged: {why}", int(time.time()))
-
-        await self.commit(build)
+    # -- the end ---------------------------------------------------------------
 
     async def close(self) -> None:
         """Flush and let the threads end; a save under way ends first."""
@@ -399,21 +341,6 @@ class Store:
             await self.flush()
         self._log_thread.shutdown()
         self.io.shutdown()
-
-
-def sessions_of(effect: Record) -> tuple[bytes, ...]:
-    """The V-store sessions that a record changes."""
-    match effect:
-        case Rows() | Create() | Truncate():
-            return (effect.sid,)
-        case Drop():
-            return effect.sids
-    return ()
-
-
-def changed_by(effect: Record) -> tuple[bytes, ...]:
-    """The sessions about which a record changes anything that others are told."""
-    return effect.sids if isinstance(effect, Expire) else sessions_of(effect)
 
 
 async def _going_on(work: Coroutine[Any, Any, None]) -> None:
