@@ -43,9 +43,11 @@ kill-loop: $(VENV)/.dev
 docs: $(VENV)/.dev
 	$(VENV)/bin/python -m pion_vllm_mlx.server.command_docs docs/commands.md
 
-# The cache classes of mlx-lm changed in 0.32: what touches them runs under the older one too.
+# The cache classes and the server of mlx-lm changed in 0.32: what touches them runs under the
+# older one too.
 test-mlx-lm-0.31: $(OLD_VENV)/.dev
-	$(RUN) $(OLD_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS) tests/cache
+	$(RUN) $(OLD_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS) tests/cache \
+		$(wildcard tests/serve/test_engine_*.py)
 
 # serve --engine vllm-mlx and its backend, on the real vllm-mlx.
 test-vllm-mlx: $(VLLM_VENV)/.dev

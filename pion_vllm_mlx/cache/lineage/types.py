@@ -23,8 +23,8 @@ KEEP_KINDS: tuple[KeepKind, ...] = ("guard", "anchor", "divergence", "final")
 class LineageOptions:
     """Settings of a lineage store.
 
-    ``budget_bytes`` caps what all lineages of the server hold together (0: the server's own
-    limits only). A prefix of fewer than ``min_gain`` tokens is neither kept nor restored.
+    ``budget_bytes`` caps what all lineages of the server, or of a worker of it, hold together
+    (0: the server's own limits only). A prefix of fewer than ``min_gain`` tokens is neither kept nor restored.
     ``vquant`` is a storage format, None the cache's own dtype. ``key_parts`` are further parts
     of the key: tokenizer, template, adapter, API key or tenant. ``checkpoints=False`` gives
     exact-prefix behaviour. ``resume=False`` keeps no journal, ``durable`` has every store
