@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -151,7 +151,7 @@ class Bench:
         return Attended(self.back(found.out), self.back(found.lse))
 
     def _moved(self, job: Any) -> Any:
-        names = [name for name in ("q", "prefix", "suffix", "blocks") if hasattr(job, name)]
+        names = {field.name for field in fields(job)} & {"q", "prefix", "suffix", "blocks"}
         return replace(job, **{name: self.to(getattr(job, name)) for name in names})
 
     def _compare(

@@ -9,6 +9,7 @@ where it may not, races in threadgroup memory, or does not meet at a barrier rai
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import re
 import shutil
@@ -47,6 +48,7 @@ _KERNEL_FLAGS = (
 )
 _LINK_FLAGS = ("-shared", "-nostartfiles", "-nodefaultlibs")
 _ERROR_BYTES = 1000
+_MAX_PROGRAMS = 120  # of a library: g++ takes 10 MB for each
 
 _TYPES: dict[str, dict[Kind, str]] = {
     "metal": {
@@ -244,15 +246,14 @@ class Compiler:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._count = 0
+        self._stems = itertools.count()
         self._runtime = _runtime()
 
     def compile(
         self, dialect: Dialect, programs: dict[Any, tuple[Signature, tuple[str, str]]]
     ) -> Library:
         """One library of programs, each a signature and its texts; raises CompileFault."""
-        self._count += 1
-        stem = self._folder / f"kernels_{self._count}"
+        stem = self._folder / f"kernels_{next(self._stems)}"
         numbers = {key: number for number, key in enumerate(programs)}
         parts = [f'#include "{HERE / f"{dialect.name}_shim.hpp"}"\n', _EXPORTS]
         for key, (signature, texts) in programs.items():
@@ -279,9 +280,10 @@ class EmulatedRunner(Runner):
     def prepare(self, signatures: Iterable[Signature]) -> None:
         """Compile what is to run, on all processors."""
         new = sorted(set(signatures) - set(self._libraries), key=repr)
-        jobs = min(len(new), os.cpu_count() or 1)
-        with ThreadPoolExecutor(max(1, jobs)) as pool:
-            shards = [new[job::jobs] for job in range(jobs)]
+        jobs = os.cpu_count() or 1
+        count = min(len(new), max(jobs, -(-len(new) // _MAX_PROGRAMS)))
+        with ThreadPoolExecutor(jobs) as pool:
+            shards = [new[shard::count] for shard in range(count)]
             for shard, library in zip(shards, pool.map(self._library, shards), strict=True):
                 self._libraries.update(dict.fromkeys(shard, library))
 
