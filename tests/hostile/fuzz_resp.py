@@ -263,7 +263,7 @@ class _Half(Exception):
 
 
 def expected(data: bytes) -> Expected:
-    """What the server has to answer to these bytes, read by PROTOCOL's own rules."""
+    """What the server has to answer to these bytes, read by the protocol's own rules."""
     at = replies = 0
     while at < len(data):
         try:

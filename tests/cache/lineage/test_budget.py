@@ -44,7 +44,7 @@ def server_bytes(store: LineageStore) -> int:
 
 
 def test_rows_are_stored_once_whatever_shares_them(own: RunningServer) -> None:
-    """FAULTS 13: turns, branches and repeats write each distinct row one time."""
+    """Turns, branches and repeats write each distinct row one time."""
     model = tiny_model("llama")
     store = open_store(model, own)
     engine = Engine(model, store)
@@ -65,7 +65,6 @@ def test_rows_are_stored_once_whatever_shares_them(own: RunningServer) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "window", "gated delta", "mamba"])
 def test_what_is_dropped_gives_back_every_byte(kind: str, own: RunningServer) -> None:
-    """FAULTS 12."""
     name, kv_bits = KINDS[kind]
     model = tiny_model(name)
     store = open_store(model, own, **kind_options(kv_bits))
@@ -83,13 +82,11 @@ def test_what_is_dropped_gives_back_every_byte(kind: str, own: RunningServer) ->
     keys = {key.decode() for key in store._front.demand("x", [("KEYS", "*")])[0]}
     left = {key.partition(":")[2].partition(":")[2] for key in keys}
     assert left <= {"layout", "key", "nextseg"}, keys
-    (states,) = store._front.demand("x", [("INFO",)])
     assert engine.turn(prompt(100, 2)).reused == 0
     store.close()
 
 
 def test_the_least_recently_used_goes_and_what_is_shared_goes_last(own: RunningServer) -> None:
-    """FAULTS 12 and 16."""
     model = tiny_model("llama")
     one = 130 * ROW_BYTES
     store = open_store(model, own, budget_bytes=4 * one)
@@ -123,7 +120,7 @@ def test_a_budget_below_one_conversation_keeps_nothing_and_fails_nothing(
 
 
 def test_anchors_and_pinned_conversations_outlive_busy_ones(own: RunningServer) -> None:
-    """FAULTS 16: sub-agents do not throw out the system prompt."""
+    """Sub-agents do not throw out the system prompt."""
     model = tiny_model("llama")
     one = 130 * ROW_BYTES
     store = open_store(model, own, budget_bytes=5 * one)
@@ -187,7 +184,6 @@ def runs_of(store: LineageStore, number: int = 1) -> dict[tuple[int, str], int]:
 def test_many_short_turns_become_few_runs_and_each_row_is_sent_about_once_more(
     kind: str, own: RunningServer
 ) -> None:
-    """FAULTS 13."""
     name, kv_bits = KINDS[kind]
     model = tiny_model(name)
     store = open_store(model, own, **kind_options(kv_bits))

@@ -25,7 +25,6 @@ from tests.models import tiny_model
 
 @pytest.mark.parametrize("keep", [0, 4])
 def test_a_ring_is_read_by_token_position_however_it_was_filled(keep: int) -> None:
-    """FAULTS 4."""
     rng = random.Random(3)
     for _ in range(60):
         size = rng.choice([8, 16])
@@ -50,7 +49,7 @@ def test_a_ring_is_read_by_token_position_however_it_was_filled(keep: int) -> No
 def test_what_was_captured_stays_what_it_was_while_the_model_goes_on(
     kind: str, on_gpu: bool, opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FAULTS 7 and 14: copied by MLX as on a GPU, or shared until it is written."""
+    """Copied by MLX as on a GPU, or shared until it is written."""
     monkeypatch.setattr(capture_module, "computes_on_gpu", lambda: on_gpu)
     monkeypatch.setattr(capture_module, "SMALL_BYTES", 0)
     name, kv_bits = KINDS[kind]
@@ -86,7 +85,6 @@ def test_only_what_is_new_is_taken() -> None:
 
 
 def test_a_store_that_is_dropped_ends_its_thread_and_its_connections(opened: Opener) -> None:
-    """FAULTS 12."""
     model = tiny_model("llama")
     store = LineageStore(model, opened(model).options)
     Engine(model, store).turn(prompt(50, 3), reply=1)
@@ -102,7 +100,6 @@ def test_a_store_that_is_dropped_ends_its_thread_and_its_connections(opened: Ope
 
 
 def test_a_slow_server_costs_a_match_one_deadline(opened: Opener) -> None:
-    """FAULTS 15."""
     model = tiny_model("llama")
     store = opened(model, deadline_seconds=0.3)
     Engine(model, store).turn(prompt(50, 4), reply=1)

@@ -61,7 +61,6 @@ def patient(store: LineageStore) -> LineageStore:
     ],
 )
 def test_another_key_never_shares(own: RunningServer, change: dict[str, Any]) -> None:
-    """FAULTS 1."""
     model = tiny_model("llama")
     ids = prompt(100, 1)
     first = Engine(model, open_store(model, own, key_parts={"tenant": "a"}))
@@ -79,7 +78,7 @@ def test_another_key_never_shares(own: RunningServer, change: dict[str, Any]) ->
 def test_equal_architecture_with_other_weights_never_shares_and_a_copy_does(
     own: RunningServer,
 ) -> None:
-    """FAULTS 1: the same model loaded a second time is the same; one weight makes another."""
+    """The same model loaded a second time is the same; one weight makes another."""
     ids = prompt(100, 2)
     engine = Engine(tiny_model("llama"), open_store(tiny_model("llama"), own))
     engine.turn(ids)
@@ -95,7 +94,7 @@ def test_equal_architecture_with_other_weights_never_shares_and_a_copy_does(
 
 
 def test_an_adapter_loaded_later_is_another_key(own: RunningServer) -> None:
-    """FAULTS 1: the same store object notices."""
+    """The same store object notices."""
     model = tiny_model("llama")
     store = open_store(model, own)
     engine = Engine(model, store)
@@ -113,7 +112,7 @@ def test_an_adapter_loaded_later_is_another_key(own: RunningServer) -> None:
 
 
 def test_addresses_prove_nothing(own: RunningServer) -> None:
-    """FAULTS 1: an index that lies about its tokens gives no hit, and goes."""
+    """An index that lies about its tokens gives no hit, and goes."""
     model = tiny_model("llama")
     store = open_store(model, own)
     engine = Engine(model, store)
@@ -139,7 +138,7 @@ def test_addresses_prove_nothing(own: RunningServer) -> None:
 def test_equal_addresses_of_two_models_are_told_apart_by_their_keys(
     own: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FAULTS 1: 48 bits may collide."""
+    """48 bits may collide."""
     monkeypatch.setattr(model_key, "model_digest", lambda digest, vquant: "0123456789ab")
     model = tiny_model("llama")
     first = Engine(model, open_store(model, own, key_parts={"tenant": "a"}))
@@ -156,7 +155,7 @@ def test_equal_addresses_of_two_models_are_told_apart_by_their_keys(
 def test_a_segment_counts_only_behind_the_tokens_it_was_computed_behind(
     own: RunningServer,
 ) -> None:
-    """FAULTS 1 and 5: an index that hangs a segment under another parent gives no hit."""
+    """An index that hangs a segment under another parent gives no hit."""
     model = tiny_model("llama")
     store = open_store(model, own)
     engine = Engine(model, store)
@@ -181,7 +180,6 @@ def test_a_segment_counts_only_behind_the_tokens_it_was_computed_behind(
 
 @pytest.mark.parametrize("kind", SOME)
 def test_a_stored_prefix_is_not_changed_by_what_borrows_it(kind: str, own: RunningServer) -> None:
-    """FAULTS 7."""
     name, kv_bits = KINDS[kind]
     model = tiny_model(name)
     store = open_store(model, own, **kind_options(kv_bits))
@@ -199,7 +197,6 @@ def test_a_stored_prefix_is_not_changed_by_what_borrows_it(kind: str, own: Runni
 
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_5"])
 def test_bf16_comes_back_as_bf16(name: str, own: RunningServer) -> None:
-    """FAULTS 5."""
     model = tiny_model(name, mx.bfloat16)
     store = open_store(model, own)
     engine = Engine(model, store)
@@ -228,7 +225,7 @@ def test_a_format_is_asked_for_and_halves_the_bytes(own: RunningServer) -> None:
 
 
 def test_hashes_are_those_of_the_protocol_in_every_process() -> None:
-    """FAULTS 5 and 11: chained, whole, and without a seed."""
+    """Chained, whole, and without a seed."""
     digests = [digest.hex() for digest in block_digests(as_ids(list(range(128))))]
     assert digests == ["3eb0d2f2913a18b8d3b811a9", "f5eb5635a99750ad24b18263"]
     other = block_digests(as_ids([*range(1, 65), *range(64, 128)]))
@@ -260,7 +257,7 @@ class Fuse:
 def test_a_store_cut_anywhere_is_invisible_or_whole(
     kind: str, own: RunningServer, monkeypatch: pytest.MonkeyPatch, long_run: bool
 ) -> None:
-    """FAULTS 2: every call to the server is the last one, once (every third, in short)."""
+    """Every call to the server is the last one, once (every third, in short)."""
     name, kv_bits = KINDS[kind]
     model = tiny_model(name)
     fuse = Fuse(monkeypatch)
@@ -303,7 +300,6 @@ def forget_locks(server: RunningServer) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "window", "gated delta"])
 def test_damage_on_disk_is_a_counted_miss_and_heals(kind: str, own: RunningServer) -> None:
-    """FAULTS 3."""
     name, kv_bits = KINDS[kind]
     model = tiny_model(name)
     store = patient(open_store(model, own, **kind_options(kv_bits)))
@@ -345,7 +341,7 @@ def flip_in_every_file(folder: Path) -> int:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba"])
 def test_a_state_that_does_not_verify_goes_alone(name: str, own: RunningServer) -> None:
-    """FAULTS 3: the rows of its lineage and its other states stay."""
+    """The rows of its lineage and its other states stay."""
     model = tiny_model(name)
     store = open_store(model, own)
     engine, plain = Engine(model, store), Engine(model, None)
@@ -378,7 +374,7 @@ def first_state(store: LineageStore, sid: str) -> int:
 def test_a_server_killed_at_any_moment_costs_hits_and_nothing_else(
     kind: str, own: RunningServer
 ) -> None:
-    """FAULTS 15: between keep and match, between match and restore, before the write."""
+    """Between keep and match, between match and restore, before the write."""
     name, kv_bits = KINDS[kind]
     model = tiny_model(name)
     store = patient(open_store(model, own, deadline_seconds=0.5, **kind_options(kv_bits)))
@@ -405,7 +401,6 @@ def test_a_server_killed_at_any_moment_costs_hits_and_nothing_else(
 
 
 def test_without_any_server_an_engine_runs_as_if_the_store_were_empty(tmp_path: Path) -> None:
-    """FAULTS 15."""
     model = tiny_model("llama")
     options = LineageOptions(url=f"unix://{tmp_path}/nobody.sock", deadline_seconds=0.3)
     store = LineageStore(model, options)

@@ -86,7 +86,7 @@ def test_one_stored_prompt_serves_each_of_its_prefixes(kind: str, opened: Opener
 def test_an_exact_repeat_leaves_the_last_token_and_gives_its_logits(
     kind: str, opened: Opener
 ) -> None:
-    """FAULTS 6: not an empty suffix, and no token twice."""
+    """Not an empty suffix, and no token twice."""
     name, kv_bits = KINDS[kind]
     model = tiny_model(name)
     store = opened(model, **kind_options(kv_bits))

@@ -48,7 +48,7 @@ def test_an_exact_repeat_and_a_regenerated_reply_compute_one_token(pair: Pair) -
 
 
 def test_an_edit_in_the_middle_costs_what_follows_it(pair: Pair) -> None:
-    """FAULTS 8 and 9: a divergence hits; a hybrid's at the guard of the first prompt."""
+    """A divergence hits; a hybrid's at the guard of the first prompt."""
     ids = prompt(600, 3)
     pair.ask(ids)
     edited = [*ids[:590], *prompt(60, 4)]
@@ -65,7 +65,7 @@ def test_a_divergence_gets_a_restore_point_for_the_third_prompt(pair: Pair) -> N
 
 
 def test_a_prompt_that_passes_through_leaves_nothing_of_its_own_behind(opened: Opener) -> None:
-    """FAULTS 4: the windows that another prompt adds to a segment end where it leaves it."""
+    """The windows that another prompt adds to a segment end where it leaves it."""
     model = tiny_model("gemma3_text")
     store = opened(model)
     slow, plain = Engine(model, store), Engine(model, None)
