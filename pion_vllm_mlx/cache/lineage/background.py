@@ -86,7 +86,8 @@ class Background:
             self._waiting_bytes = 0
             self._changed.notify_all()
             thread, self._thread = self._thread, None
-        if thread is not None:
+        # a store that nobody holds any more may be let go by the last task of its own thread
+        if thread is not None and thread is not threading.current_thread():
             thread.join(timeout)
 
     # -- on the thread ----------------------------------------------------------
