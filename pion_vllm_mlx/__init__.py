@@ -21,6 +21,13 @@ if TYPE_CHECKING:
         StoreUnavailable,
         UnsupportedCache,
     )
+    from pion_vllm_mlx.patch import (
+        PionPrefixCache,
+        install_pion_attention_patch,
+        make_pion_prompt_cache,
+        mlx_lm_seam_report,
+        uninstall_pion_attention_patch,
+    )
 
 __version__ = "0.1.0"
 
@@ -30,10 +37,15 @@ __all__ = [
     "DataFolderBusy",
     "PionError",
     "PionMlxCompatError",
+    "PionPrefixCache",
     "PionPromptCache",
     "StoreUnavailable",
     "UnsupportedCache",
     "__version__",
+    "install_pion_attention_patch",
+    "make_pion_prompt_cache",
+    "mlx_lm_seam_report",
+    "uninstall_pion_attention_patch",
 ]
 
 _HOME = {
@@ -42,9 +54,14 @@ _HOME = {
     "DataFolderBusy": "pion_vllm_mlx.errors",
     "PionError": "pion_vllm_mlx.errors",
     "PionMlxCompatError": "pion_vllm_mlx.errors",
+    "PionPrefixCache": "pion_vllm_mlx.patch",
     "PionPromptCache": "pion_vllm_mlx.cache.prompt_cache",
     "StoreUnavailable": "pion_vllm_mlx.errors",
     "UnsupportedCache": "pion_vllm_mlx.errors",
+    "install_pion_attention_patch": "pion_vllm_mlx.patch",
+    "make_pion_prompt_cache": "pion_vllm_mlx.patch",
+    "mlx_lm_seam_report": "pion_vllm_mlx.patch",
+    "uninstall_pion_attention_patch": "pion_vllm_mlx.patch",
 }
 
 _OPTIONAL = frozenset({"mlx", "mlx_lm"})

@@ -44,10 +44,19 @@ class FrameConnection:
 
     def call(self, opcode: int, head: bytes = b"", blob: memoryview | None = None) -> bytes | None:
         """The body of an OK reply, None for a miss."""
+        status, body = self.exchange(opcode, head, blob)
+        if status == Status.ERROR:
+            raise ServerRefused(body.decode("utf-8", "replace"))
+        return body if status == Status.OK else None
+
+    def exchange(
+        self, opcode: int, head: bytes = b"", blob: memoryview | None = None
+    ) -> tuple[int, bytes]:
+        """Status and body of the reply. Raises StoreUnavailable."""
         ends_at = time.monotonic() + self.timeout
         finished = False
         try:
-            status, body = self._exchange(opcode, head, blob or memoryview(b""), ends_at)
+            reply = self._exchange(opcode, head, blob or memoryview(b""), ends_at)
             finished = True
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.host}:{self.port}: no reply in time") from error
@@ -56,9 +65,7 @@ class FrameConnection:
         finally:
             if not finished:
                 self.close()
-        if status == Status.ERROR:
-            raise ServerRefused(body.decode("utf-8", "replace"))
-        return body if status == Status.OK else None
+        return reply
 
     def _exchange(
         self, opcode: int, head: bytes, blob: memoryview, ends_at: float

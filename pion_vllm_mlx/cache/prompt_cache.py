@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pion_vllm_mlx import config
 from pion_vllm_mlx.cache import identity_names
+from pion_vllm_mlx.cache.attend_client import AttendClient
+from pion_vllm_mlx.cache.attend_methods import AttendMethods
 from pion_vllm_mlx.cache.boundary_settings import check_settings
 from pion_vllm_mlx.cache.completion import token_ids
 from pion_vllm_mlx.cache.connection import Address, RespConnection
@@ -20,13 +23,16 @@ from pion_vllm_mlx.errors import ConfigError, PionError, UnsupportedCache
 from pion_vllm_mlx.formats import FORMATS, get_format
 
 if TYPE_CHECKING:
+    from pion_vllm_mlx.cache.attend_source import AttendSource
     from pion_vllm_mlx.cache.prompt_cache_engine import Engine
+
+log = logging.getLogger("pion_vllm_mlx")
 
 _VERIFY = (None, "always")
 _LONGEST_DEADLINE_SECONDS = 86_400
 
 
-class PionPromptCache:
+class PionPromptCache(AttendMethods):
     """Prefixes of one model, shared through a store.
 
     ``get_or_prefill`` returns an ordinary mlx-lm cache list of batch size 1, filled with
@@ -68,12 +74,11 @@ class PionPromptCache:
         last N, are stored in fp16, and only the values between in ``vquant``. ``key_parts`` are
         further parts of the key, such as a tokenizer, an adapter or a tenant.
         ``verify="always"`` hashes mapped rows again. ``inproc_bytes`` caps the prefixes
-        that this process keeps, for all objects together.
+        that this process keeps, for all objects together. ``stage2`` also makes K and V
+        resident at the server, for ``attend_query`` and its like.
 
         Raises ConfigError, a ValueError, for a setting that does not exist.
         """
-        if stage2:
-            raise ConfigError("stage2 is not available in this version")
         if verify not in _VERIFY:
             raise ConfigError(f"verify is None or 'always', not {verify!r}")
         if prefill_chunk_size is not None and prefill_chunk_size < 1:
@@ -97,10 +102,18 @@ class PionPromptCache:
         self._counters = Counters()
         # An object that is dropped without close must not leave its socket open.
         weakref.finalize(self, self._client.close)
+        switches = config.ClientSwitches.from_environment()
+        self._attend = AttendClient(self._client, known, no_binary=switches.no_binary)
+        self._attend_tokens: dict[str, int] = {}
+        self._attend_debug = switches.debug_sparse_auto
+        self.attend_unfused = switches.no_fused_attend
+        weakref.finalize(self, self._attend.close)
         self._lock = threading.RLock()
         self._engine: Engine | None = None
+        self._source: AttendSource | None = None
         if model is not None:
             self._engine = self._new_engine(key_parts, verify == "always", inproc_bytes)
+            self._source = self._new_source(self._engine, no_inproc=switches.no_inproc)
 
     make_namespace = staticmethod(identity_names.make_namespace)
 
@@ -118,13 +131,27 @@ class PionPromptCache:
         if self._engine is None:
             raise ValueError("get_or_prefill needs a model: PionPromptCache(model)")
         with self._lock:
-            return self._engine.get_or_prefill(ids, namespace)
+            cache = self._engine.get_or_prefill(ids, namespace)
+            if self._source is not None:
+                self._source.note(namespace, ids)
+            if self.stage2:
+                self._make_resident(namespace, cache, ids.size)
+            return cache
+
+    @property
+    def source(self) -> AttendSource | None:
+        """The prefixes that this object knows of, None without a model."""
+        return self._source
 
     def lookup(self, namespace: str) -> bool:
-        """Whether the store has both sides of a namespace; False where there is no store."""
+        """Whether the store has both sides of a namespace; False where there is no store.
+
+        With ``stage2`` its attention must be resident too.
+        """
         with self._lock:
             try:
-                return self._client.look_up(namespace)
+                found = self._client.look_up(namespace)
+                return found and (not self.stage2 or self._attention_resident(namespace))
             except PionError as error:
                 self._counters.no_answer(error)
                 return False
@@ -173,7 +200,8 @@ class PionPromptCache:
         return self._counters.last_miss_reason
 
     def close(self) -> None:
-        """Closes the connection; an embedded server stops when nobody else uses it."""
+        """Closes the connections; an embedded server stops when nobody else uses it."""
+        self._attend.close()
         self._client.close()
 
     def __enter__(self) -> PionPromptCache:
@@ -219,6 +247,26 @@ class PionPromptCache:
         except UnsupportedCache:
             pass  # named again, and counted, by every call
         return engine
+
+
+    @staticmethod
+    def _new_source(engine: Engine, *, no_inproc: bool) -> AttendSource:
+        from pion_vllm_mlx.cache.attend_source import AttendSource
+
+        return AttendSource(engine.client, engine.identity, no_inproc=no_inproc)
+
+    def _make_resident(self, namespace: str, cache: list[Any], num_tokens: int) -> None:
+        """Stage 2: K and V of a plain model at the server; a failure is counted, not raised."""
+        from pion_vllm_mlx.cache.attend_stage2 import plain_layers
+
+        try:
+            if not self._attention_resident(namespace):
+                for layer, (keys, values) in enumerate(plain_layers(cache, num_tokens)):
+                    self.attend_store_layer(namespace, layer, keys, values)
+        except PionError as error:
+            self._counters.store_failures += 1
+            log.warning("the attention of a prefix is not resident: %s", error)
+        self._attend_tokens[namespace] = num_tokens
 
 
 def _format_name(vquant: str | None) -> str | None:

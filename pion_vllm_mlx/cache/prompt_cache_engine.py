@@ -78,17 +78,17 @@ class Engine:
         self, model: Any, client: StoreClient, counters: Counters, options: EngineOptions
     ) -> None:
         self._model = model
-        self._client = client
+        self.client = client
         self._counters = counters
         self._options = options
         asked = asked_format(options.vquant, options.boundary_protect)
-        self._identity = ModelIdentity(model, vquant=asked, extra=options.key_parts)
+        self.identity = ModelIdentity(model, vquant=asked, extra=options.key_parts)
         self._misses_of: OrderedDict[str, int] = OrderedDict()
         self._warned = False
 
     def prepare(self) -> None:
         """Reads the weights for the key. Raises UnsupportedCache."""
-        self._identity.fields()
+        self.identity.fields()
 
     def get_or_prefill(self, ids: TokenIds, namespace: str) -> list[Any]:
         """A cache of the model that holds ``ids``.
@@ -97,7 +97,7 @@ class Engine:
         cannot be had for.
         """
         try:
-            identity = self._identity.fields()
+            identity = self.identity.fields()
         except UnsupportedCache as error:
             self._refuse(error)
             return self._prefill(ids).cache
@@ -131,7 +131,7 @@ class Engine:
 
     def _probe(self, request: Request) -> Probe | None:
         try:
-            probe = self._client.probe(
+            probe = self.client.probe(
                 request.namespace, request.ids.size, mapped=not self._options.switches.no_mapped
             )
         except PionError as error:
@@ -200,7 +200,7 @@ class Engine:
 
     def _lanes(self, wanted: Wanted) -> Iterator[str]:
         switches = self._options.switches
-        usable = self._client.endpoint.local and not switches.no_mapped
+        usable = self.client.endpoint.local and not switches.no_mapped
         for name in LANES:
             if name == MAPPED and not (usable and wanted.record.runs):
                 continue
@@ -212,8 +212,8 @@ class Engine:
         record = wanted.record
         if _classes(record.slots) != _classes(record.identity["cache"]):
             raise DamagedData("completion record: its slots are not those of the model's cache")
-        arrays = LANES[lane](self._client, wanted)
-        states = load_states(self._client, wanted)
+        arrays = LANES[lane](self.client, wanted)
+        states = load_states(self.client, wanted)
         dtypes = {
             (spec.layer, spec.side): dtype_of(spec.dtype)
             for spec in _array_specs(wanted.record.slots)
@@ -280,10 +280,10 @@ class Engine:
         """Stores what could not be stored when it was prefilled; else the store is told."""
         elapsed_ms = inproc.PROCESS.owed(request.key)
         if elapsed_ms is None:
-            self._client.note_hit(request.namespace, request.ids.size)
+            self.client.note_hit(request.namespace, request.ids.size)
             return
         try:
-            probe = self._client.probe(request.namespace, request.ids.size, mapped=False)
+            probe = self.client.probe(request.namespace, request.ids.size, mapped=False)
             prefix = self._prefix(request, dismantle(cache), elapsed_ms)
             self._store(prefix, replace(probe, record=None))
         except PionError as error:
@@ -299,7 +299,7 @@ class Engine:
 
     def _store(self, prefix: Prefix, probe: Probe) -> None:
         started = time.perf_counter()
-        there = self._client.record(prefix.namespace)
+        there = self.client.record(prefix.namespace)
         if there is not None:
             try:
                 record = CompletionRecord.decode(there)
@@ -309,13 +309,13 @@ class Engine:
                 return
             except DamagedData:
                 self._counters.damaged += 1
-        sent = write_prefix(self._client, prefix, drop_first=probe.present or there is not None)
+        sent = write_prefix(self.client, prefix, drop_first=probe.present or there is not None)
         leaves = [leaf.as_json() for leaf in prefix.leaves]
         self._counters.conversion = _conversion(prefix.stored.slots, leaves)
         self._counters.bytes_stored += sent
         self._counters.last_bytes = sent
         self._counters.store_ms_total += (time.perf_counter() - started) * 1000
-        self._client.publish(prefix.namespace)
+        self.client.publish(prefix.namespace)
 
     # -- counting ---------------------------------------------------------------
 
@@ -339,7 +339,7 @@ class Engine:
         self._counters.last_miss_reason = why
         log.warning("prefix %s dropped: %s", namespace, why)
         try:
-            self._client.drop(namespace)
+            self.client.drop(namespace)
         except PionError as error:
             log.info("prefix %s could not be dropped: %s", namespace, error)
 
@@ -347,7 +347,7 @@ class Engine:
         """Rows that do not fit their record: damage, unless another process replaced them."""
         self._counters.last_miss_reason = why
         try:
-            replaced = self._client.record(namespace) != probe.record
+            replaced = self.client.record(namespace) != probe.record
         except PionError as error:
             self._unavailable(error)
             return
@@ -359,7 +359,7 @@ class Engine:
     def _gone(self, namespace: str) -> None:
         """No lane delivered: asks the server why; damage that it found counts as damage."""
         try:
-            why = self._client.explain(namespace)
+            why = self.client.explain(namespace)
         except PionError as error:
             self._unavailable(error)
             return

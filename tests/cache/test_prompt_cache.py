@@ -313,7 +313,7 @@ def test_bad_arguments_are_refused(lanes: Lanes) -> None:
         lanes(None).get_or_prefill(IDS, "x")
     for options in (
         {"vquant": "int3"}, {"url": "http://x"}, {"url": "tcp://h:99999"}, {"url": "unix:"},
-        {"verify": "often"}, {"stage2": True}, {"boundary_protect": -1},
+        {"verify": "often"}, {"boundary_protect": -1},
         {"prefill_chunk_size": 0}, {"deadline_seconds": 0},
         {"deadline_seconds": float("nan")}, {"deadline_seconds": float("inf")},
         {"url": "embedded:///a%00b"}, {"key_parts": {"weights": "mine"}},

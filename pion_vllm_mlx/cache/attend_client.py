@@ -1,0 +1,281 @@
+"""Attention at the server, as a client asks for it: ATTEND.PREFIX.* and KV.PREFIX.WARM.
+
+Letters: H_q query heads, H_kv stored heads, M query tokens, S suffix tokens, D head dimension;
+all arrays are float32. Queries go over the binary lane where there is one, and over RESP
+after its first failure. Every call ends by a deadline: that of the store client for
+questions, ``WORK_SECONDS`` at least for what the server has to compute or to read.
+
+Raises CommandError (ColdMiss for a slot that is known and not resident, see also
+``is_missing``), and StoreUnavailable. Knows no mlx.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.cache.attend_lane import BinaryLane
+from pion_vllm_mlx.cache.connection import Address, RespConnection
+from pion_vllm_mlx.cache.store_client import StoreClient
+from pion_vllm_mlx.errors import ColdMiss, CommandError, StoreUnavailable
+from pion_vllm_mlx.wire.resp import Part
+
+Floats = NDArray[np.float32]
+T = TypeVar("T")
+
+WORK_SECONDS = 60.0
+"""How long one attention, or the warming of a namespace, may keep the server busy."""
+
+BINARY, RESP = "binary", "resp"
+
+_FUSED = 0x24
+_SELECTORS = {"": 0, "block_mean": 0, "block-mean": 0, "quest": 1}
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A resident layer: its session id, and the namespace that says on which worker it is."""
+
+    namespace: str
+    sid: str
+    layer: int
+
+
+@dataclass(frozen=True)
+class Query:
+    """Queries ``[H_q, M, D]`` beside a suffix ``[H_kv, S, D]``; S may be 0.
+
+    ``head_map`` names the stored head of each query head, a byte each. ``window`` None asks
+    for the server's own, 0 for the whole prefix.
+    """
+
+    q: Floats
+    keys: Floats
+    values: Floats
+    head_map: bytes
+    window: int | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return int(2 * self.q.nbytes + self.keys.nbytes + self.values.nbytes)
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Which blocks a query sees: ``top`` of blocks of ``block`` tokens; selector 0 or 1."""
+
+    block: int
+    top: int
+    selector: int = 0
+
+
+def is_missing(error: CommandError) -> bool:
+    """Whether a refusal says that the server has no such slot."""
+    return type(error) is CommandError and error.sentence.startswith("session not found")
+
+
+def selector_number(name: str) -> int:
+    """The selector of a name; raises ValueError for another one."""
+    if name not in _SELECTORS:
+        raise ValueError(f"unknown selector {name!r}; known: block_mean, quest")
+    return _SELECTORS[name]
+
+
+class AttendClient:
+    """Queries to the slots of one server. Thread-safe.
+
+    ``cold_misses`` counts answers that a slot was cold, ``queries`` those answered by lane,
+    ``query_ms_total`` the time of all.
+    """
+
+    def __init__(self, client: StoreClient, password: str | None, *, no_binary: bool) -> None:
+        self._client = client
+        self._password = password
+        self._lane: BinaryLane | None = None if no_binary else BinaryLane(client, password)
+        self._patient: dict[Address, RespConnection] = {}
+        self._lock = threading.Lock()
+        self.cold_misses = 0
+        self.query_ms_total = 0.0
+        self.queries: Counter[str] = Counter()
+
+    def close(self) -> None:
+        for connection in list(self._patient.values()):
+            connection.close()
+        if self._lane is not None:
+            self._lane.close()
+
+    # -- slots --------------------------------------------------------------------
+
+    def store(self, slot: Slot, keys: Floats, values: Floats) -> None:
+        """Makes K and V ``[H_kv, N, D]`` resident. Raises CommandError for another reply."""
+        command = ["ATTEND.PREFIX.STORE", slot.sid, slot.layer, *keys.shape, keys, values]
+        reply = self._work(slot.namespace, command, keys.nbytes + values.nbytes)
+        if reply not in ("OK", b"OK"):
+            raise CommandError(f"ATTEND.PREFIX.STORE answered {reply!r}")
+
+    def state(self, slot: Slot) -> str:
+        """HIT, COLD or MISS."""
+        command: list[Part] = ["ATTEND.PREFIX.LOOKUP", slot.sid, slot.layer]
+        reply = self._client.ask(slot.namespace, lambda c: c.command(*command))
+        return reply.decode() if isinstance(reply, bytes) else str(reply)
+
+    def warm(self, namespace: str, sid: str, heads: int, dim: int) -> int:
+        """How many layers of ``heads`` times ``dim`` values were made resident under ``sid``."""
+        reply = self._work(namespace, ["KV.PREFIX.WARM", namespace, heads, dim, sid], 0)
+        words = (reply.decode() if isinstance(reply, bytes) else str(reply)).split()
+        return int(words[0]) if words and words[0].isdigit() else 0
+
+    def rehydrated(self, slot: Slot, heads: int, dim: int, call: Callable[[], T]) -> T:
+        """What ``call`` returns; for a cold slot once more, after its namespace was warmed.
+
+        Raises what ``call`` raises, the first ColdMiss where nothing could be warmed.
+        """
+        try:
+            return call()
+        except ColdMiss as cold:
+            self.cold_misses += 1
+            try:
+                warmed = self.warm(slot.namespace, slot.sid, heads, dim)
+            except CommandError:
+                warmed = 0
+            if warmed <= 0:
+                raise cold from None
+        return call()
+
+    # -- queries ------------------------------------------------------------------
+
+    def prefix(self, slot: Slot, q: Floats, top_k: int = 1, window: int | None = None) -> Floats:
+        """``q`` ``[H_kv, D]`` or ``[H_kv, M, D]`` over the prefix alone, in its shape."""
+        batch = q if q.ndim == 3 else q[:, None]
+        if batch.shape[1] == 1:
+            command = _query_command(slot, batch, top_k, window)
+            (out,) = self._floats(slot, [command], [batch.size])
+            return out.reshape(q.shape)
+        return self.prefixes(slot, [(batch, window)], top_k)[0][0]
+
+    def prefixes(
+        self, slot: Slot, asked: Sequence[tuple[Floats, int | None]], top_k: int = 1
+    ) -> list[tuple[Floats, Floats]]:
+        """Queries ``[H_kv, M, D]`` with a window each, sent together: out, LSE ``[H_kv, M]``."""
+        # A single query is answered without its LSE: it is asked twice.
+        batches = [(q if q.shape[1] > 1 else np.repeat(q, 2, axis=1), w) for q, w in asked]
+        commands = [_query_command(slot, q, top_k, window) for q, window in batches]
+        sizes = [q.size + q.shape[0] * q.shape[1] for q, _ in batches]
+        replies = self._floats(slot, commands, sizes)
+        found = []
+        for reply, (q, _), (given, _) in zip(replies, batches, asked, strict=True):
+            rows = given.shape[1]
+            out, lse = reply[: q.size].reshape(q.shape), reply[q.size :].reshape(q.shape[:2])
+            found.append((out[:, :rows], lse[:, :rows]))
+        return found
+
+    def fused(self, slot: Slot, query: Query) -> Floats:
+        """One softmax over prefix and suffix, causal within it: ``[H_q, M, D]``."""
+        started = time.perf_counter()
+        lane = self._lane if self._lane is not None and self._lane.usable() else None
+        if lane is not None:
+            body = lane.ask(_FUSED, _fused_body(slot, query), query.num_bytes)
+            if body is not None:
+                self._counted(BINARY, started)
+                return _floats(body, query.q.size).reshape(query.q.shape)
+        heads, _, dim = query.q.shape
+        command: list[Part] = ["ATTEND.PREFIX.QUERY_FUSED", slot.sid, slot.layer, heads, dim]
+        command += [query.keys.shape[1], query.keys.shape[0], query.q, query.keys, query.values]
+        command += [query.head_map, *_window(query.window)]
+        (out,) = self._floats(slot, [command], [query.q.size])
+        return out.reshape(query.q.shape)
+
+    def sparse(self, slot: Slot, query: Query, chosen: Sparse) -> Floats:
+        """``query.q`` ``[H_q, 1, D]`` over the best blocks, the tail, and the whole suffix."""
+        heads, _, dim = query.q.shape
+        name = "ATTEND.PREFIX.QUERY_SPARSE_AUTO"
+        head: list[Part] = [slot.sid, slot.layer, heads, dim, chosen.block, chosen.top]
+        head.append(query.keys.shape[0])
+        tail: list[Part] = [query.head_map]
+        tail += _window(query.window) or ([-1] if chosen.selector else [])
+        tail += [chosen.selector] if chosen.selector else []
+        if query.keys.shape[1]:
+            suffix: list[Part] = [query.keys.shape[1], query.q, query.keys, query.values]
+            command = [f"{name}_FUSED", *head, *suffix, *tail]
+        else:
+            command = [name, *head, query.q, *tail]
+        (out,) = self._floats(slot, [command], [query.q.size])
+        return out.reshape(query.q.shape)
+
+    # -- inside -------------------------------------------------------------------
+
+    def _floats(
+        self, slot: Slot, commands: Sequence[Sequence[Part]], sizes: Sequence[int]
+    ) -> list[Floats]:
+        started = time.perf_counter()
+        num_bytes = 8 * sum(sizes)
+
+        def ask(connection: RespConnection) -> list[Floats]:
+            patient = self._patient_one(connection.address)
+            replies = patient.pipeline(commands, deadline_seconds=self._seconds(num_bytes))
+            for reply in replies:
+                if isinstance(reply, CommandError):
+                    raise reply
+            return [_floats(reply, size) for reply, size in zip(replies, sizes, strict=True)]
+
+        found = self._client.ask(slot.namespace, ask)
+        self._counted(RESP, started)
+        return found
+
+    def _counted(self, lane: str, started: float) -> None:
+        self.queries[lane] += 1
+        self.query_ms_total += (time.perf_counter() - started) * 1000
+
+    def _work(self, namespace: str, command: Sequence[Part], num_bytes: int) -> Any:
+        def ask(connection: RespConnection) -> Any:
+            patient = self._patient_one(connection.address)
+            return patient.command(*command, deadline_seconds=self._seconds(num_bytes))
+
+        return self._client.ask(namespace, ask)
+
+    def _seconds(self, num_bytes: int) -> float:
+        return max(self._client.seconds(num_bytes), WORK_SECONDS)
+
+    def _patient_one(self, address: Address) -> RespConnection:
+        """A connection that waits while the server computes; the store's own gives up sooner."""
+        with self._lock:
+            connection = self._patient.get(address)
+            if connection is None:
+                connection = RespConnection(address, password=self._password)
+                self._patient[address] = connection
+            return connection
+
+
+def _query_command(slot: Slot, q: Floats, top_k: int, window: int | None) -> list[Part]:
+    heads, _, dim = q.shape
+    command: list[Part] = ["ATTEND.PREFIX.QUERY", slot.sid, slot.layer, heads, dim, top_k]
+    return [*command, np.ascontiguousarray(q), *_window(window)]
+
+
+def _window(window: int | None) -> list[Part]:
+    return [] if window is None else [window]
+
+
+def _fused_body(slot: Slot, query: Query) -> bytes:
+    heads, rows, dim = query.q.shape
+    sid = slot.sid.encode("utf-8", "surrogateescape")
+    head = struct.pack("<H", len(sid)) + sid
+    head += struct.pack("<HHHH", slot.layer, heads, dim, query.keys.shape[0])
+    head += struct.pack("<II", rows, query.keys.shape[1])
+    parts = [head, query.q.tobytes(), query.keys.tobytes(), query.values.tobytes(), query.head_map]
+    window = query.window
+    return b"".join(parts if window is None else [*parts, struct.pack("<I", window)])
+
+
+def _floats(reply: Any, size: int) -> Floats:
+    if not isinstance(reply, bytes) or len(reply) != 4 * size:
+        raise StoreUnavailable("ATTEND.PREFIX answered something else than rows")
+    return np.frombuffer(reply, "<f4")

@@ -1,0 +1,107 @@
+"""The binary lane for attention: opened when first needed, given up at its first failure."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from pion_vllm_mlx.cache.connection import Address, RespConnection, info_fields
+from pion_vllm_mlx.cache.frame_connection import PING, FrameConnection
+from pion_vllm_mlx.cache.store_client import StoreClient
+from pion_vllm_mlx.errors import ColdMiss, CommandError, PionError, ServerRefused, StoreUnavailable
+from pion_vllm_mlx.wire.frames import Status
+
+log = logging.getLogger("pion_vllm_mlx")
+
+_AUTH = 0x37
+#: how long the server may take to find that it knows us, and to compute one attention.
+_GREETING_SECONDS, _WORK_SECONDS = 2.0, 60.0
+_LOOPBACK = "127.0.0.1"
+
+
+class BinaryLane:
+    """One connection to the port behind that of RESP. Thread-safe.
+
+    Only where the server has one worker: slots belong to workers, and a lane leads to any.
+    """
+
+    def __init__(self, client: StoreClient, password: str | None) -> None:
+        self._client = client
+        self._password = password
+        self._lock = threading.Lock()
+        self._frames: FrameConnection | None = None
+        self._given_up = False
+
+    def usable(self) -> bool:
+        """Whether the lane is open, or can be opened now."""
+        with self._lock:
+            if self._frames is None and not self._given_up:
+                self._frames = self._opened()
+                self._given_up = self._frames is None
+            return self._frames is not None
+
+    def ask(self, opcode: int, body: bytes, num_bytes: int) -> bytes | None:
+        """The body of the reply; None after a failure of the lane, which is then given up.
+
+        Raises ColdMiss, and CommandError for a slot that is not there and for a refusal.
+        """
+        with self._lock:
+            if self._frames is None:
+                return None
+            self._frames.timeout = max(_WORK_SECONDS, self._client.seconds(num_bytes))
+            try:
+                status, reply = self._frames.exchange(opcode, body)
+            except StoreUnavailable as error:
+                self._give_up(error)
+                return None
+        if status == Status.OK:
+            return reply
+        if status == Status.COLDMISS:
+            raise ColdMiss("the slot is not resident")
+        if status == Status.MISS:
+            raise CommandError("session not found")
+        raise CommandError(reply.decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._frames is not None:
+                self._frames.close()
+            self._frames = None
+
+    # -- inside -------------------------------------------------------------------
+
+    def _opened(self) -> FrameConnection | None:
+        """A connection whose server answers PING, after AUTH where a password is known."""
+        try:
+            place = self._client.endpoint.door.through(self._place)
+            if place is None or self._client.endpoint.workers() > 1:
+                return None
+            frames = FrameConnection(*place, _GREETING_SECONDS)
+            if self._password:
+                frames.call(_AUTH, self._password.encode())
+            frames.call(PING)
+        except (PionError, OSError) as error:
+            log.info("no binary lane: %s", error)
+            return None
+        return frames
+
+    def _place(self, connection: RespConnection) -> tuple[str, int] | None:
+        """Host and port of the lane, where the server has one that belongs to this address."""
+        fields = info_fields(connection.command("INFO", "server"))
+        text = fields.get("binary_port", "")
+        port = int(text) if text.isdigit() else 0
+        address: Address = connection.address
+        if not port:
+            return None
+        if address.path is not None:
+            return _LOOPBACK, port
+        # Behind a forwarded port the next one may lead to another server.
+        return (address.host, port) if port == address.port + 1 else None
+
+    def _give_up(self, error: PionError | ServerRefused) -> None:
+        log.info("the binary lane is given up: %s", error)
+        if self._frames is not None:
+            self._frames.close()
+        self._frames, self._given_up = None, True
+
+

@@ -1,0 +1,217 @@
+"""The ``attend_*`` methods of PionPromptCache: attention over slots named ``<namespace>_attn``.
+
+Letters: H_q query heads, H_kv stored heads, N prefix tokens, M query tokens, S suffix tokens, D
+head dimension. Arrays are numpy's, or anything that numpy makes float32 arrays of. A slot
+that turns out cold is warmed from the stored rows of its namespace, once, and asked again.
+
+Every method raises ServerRefused, a RuntimeError, for what the server refuses, and
+StoreUnavailable where it does not answer. What is unknown stays unknown: these methods take
+a namespace at its word and compare neither model nor tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from pion_vllm_mlx.cache.attend_client import AttendClient, Query, Slot, Sparse, selector_number
+from pion_vllm_mlx.errors import CommandError, PionError, ServerRefused
+
+log = logging.getLogger("pion_vllm_mlx")
+
+Floats = NDArray[np.float32]
+HeadMap = Sequence[int] | bytes | NDArray[np.integer]
+T = TypeVar("T")
+
+_UNKNOWN_LENGTH = 1024
+_LAYER_ZERO = 0
+
+
+def attention_session(namespace: str) -> str:
+    """The session id of a namespace's slots."""
+    return f"{namespace}_attn"
+
+
+class AttendMethods:
+    """What PionPromptCache does with attention at the server; needs no model."""
+
+    _attend: AttendClient
+    _attend_tokens: dict[str, int]
+    _attend_debug: bool
+
+    @property
+    def attention(self) -> AttendClient:
+        """The queries themselves, for slots of any name."""
+        return self._attend
+
+    @property
+    def attend_query_ms_total(self) -> float:
+        return self._attend.query_ms_total
+
+    @property
+    def attend_query_calls(self) -> int:
+        return sum(self._attend.queries.values())
+
+    @property
+    def cold_rehydrates_observed(self) -> int:
+        """Answers that a slot was cold."""
+        return self._attend.cold_misses
+
+    def attend_store_layer(
+        self, namespace: str, layer_id: int, K: ArrayLike, V: ArrayLike
+    ) -> None:
+        """Makes K and V ``(H_kv, N, D)`` of a layer resident."""
+        keys, values = _floats(K, 3, "K"), _floats(V, 3, "V")
+        with _refusals():
+            self._attend.store(_slot(namespace, layer_id), keys, values)
+        self._attend_tokens[namespace] = keys.shape[1]
+
+    def attend_query(  # noqa: PLR0913  (the published signature)
+        self,
+        namespace: str,
+        layer_id: int,
+        Q: ArrayLike,
+        top_k: int = 0,
+        with_lse: bool = False,
+        fa_window: int | None = None,
+    ) -> Floats | tuple[Floats, Floats]:
+        """``Q`` ``(H_kv, D)`` or ``(H_kv, M, D)`` over the prefix, in its shape.
+
+        Every query is dense, ``top_k`` only travels along. ``with_lse`` is for M queries:
+        the log-sum-exp ``(H_kv, M)`` comes second.
+        """
+        q = _floats(Q, np.asarray(Q).ndim, "Q")
+        if q.ndim not in (2, 3) or (with_lse and q.ndim != 3):
+            raise ValueError("Q is (H, D) or (H, M, D), and (H, M, D) with its log-sum-exp")
+        top = top_k if top_k > 0 else self._attend_tokens.get(namespace, _UNKNOWN_LENGTH)
+        slot, window = _slot(namespace, layer_id), fa_window
+
+        def ask() -> Floats | tuple[Floats, Floats]:
+            if with_lse:
+                return self._attend.prefixes(slot, [(q, window)], top)[0]
+            return self._attend.prefix(slot, q, top, window)
+
+        return self._asked(slot, (q.shape[0], q.shape[-1]), ask)
+
+    def attend_query_fused(  # noqa: PLR0913  (the published signature)
+        self,
+        namespace: str,
+        layer_id: int,
+        Q: ArrayLike,
+        K_suf: ArrayLike,
+        V_suf: ArrayLike,
+        head_map: HeadMap,
+        fa_window: int | None = None,
+    ) -> Floats:
+        """``Q`` ``(H_q, M, D)`` over prefix and suffix ``(H_kv, S, D)``, causal within it."""
+        q, keys = _floats(Q, 3, "Q"), _floats(K_suf, 3, "K_suf")
+        query = Query(q, keys, _floats(V_suf, 3, "V_suf"), _map(head_map), fa_window)
+        slot = _slot(namespace, layer_id)
+        return self._asked(
+            slot, (keys.shape[0], q.shape[2]), lambda: self._attend.fused(slot, query)
+        )
+
+    def attend_query_sparse_auto(  # noqa: PLR0913  (the published signature)
+        self,
+        namespace: str,
+        layer_id: int,
+        Q: ArrayLike,
+        B: int,
+        K_top: int,
+        H_kv: int | None = None,
+        head_map: HeadMap | None = None,
+        fa_window: int | None = None,
+        selector: str = "block_mean",
+    ) -> Floats:
+        """``Q`` ``(H_q, D)`` over the best ``K_top`` blocks of ``B`` tokens, and the tail."""
+        nothing = np.empty((_kv_heads(Q, H_kv, head_map), 0, np.asarray(Q).shape[-1]), np.float32)
+        return self.attend_query_sparse_auto_fused(
+            namespace, layer_id, Q, B, K_top, nothing, nothing, None, head_map, fa_window, selector
+        )
+
+    def attend_query_sparse_auto_fused(  # noqa: PLR0913  (the published signature)
+        self,
+        namespace: str,
+        layer_id: int,
+        Q: ArrayLike,
+        B: int,
+        K_top: int,
+        K_suf: ArrayLike,
+        V_suf: ArrayLike,
+        H_kv: int | None = None,
+        head_map: HeadMap | None = None,
+        fa_window: int | None = None,
+        selector: str = "block_mean",
+    ) -> Floats:
+        """The same and the whole suffix ``(H_kv, S, D)``."""
+        q, keys, values = _floats(Q, 2, "Q"), _floats(K_suf, 3, "K_suf"), _floats(V_suf, 3, "V_suf")
+        if H_kv is not None and H_kv != keys.shape[0]:
+            raise ValueError(f"H_kv is {H_kv}, and the suffix has {keys.shape[0]} heads")
+        chosen = Sparse(B, K_top, selector_number(selector))
+        mapped = even_head_map(q.shape[0], keys.shape[0]) if head_map is None else _map(head_map)
+        query = Query(q[:, None], keys, values, mapped, fa_window)
+        slot = _slot(namespace, layer_id)
+        try:
+            return self._asked(
+                slot, (keys.shape[0], q.shape[1]), lambda: self._attend.sparse(slot, query, chosen)
+            )[:, 0]
+        except PionError as error:
+            if self._attend_debug:
+                log.warning("sparse attention over %s layer %d: %s", slot.sid, layer_id, error)
+            raise
+
+    def attend_drop(self, namespace: str) -> None:
+        """Forgets what this object knows of a namespace; no command travels."""
+        self._attend_tokens.pop(namespace, None)
+
+    # -- inside -------------------------------------------------------------------
+
+    def _asked(self, slot: Slot, shape: tuple[int, int], call: Callable[[], T]) -> T:
+        with _refusals():
+            return self._attend.rehydrated(slot, *shape, call)
+
+    def _attention_resident(self, namespace: str) -> bool:
+        """Whether layer 0 is resident; a cold one is warmed by what is known of it."""
+        return self._attend.state(_slot(namespace, _LAYER_ZERO)) == "HIT"
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Refusals as the RuntimeErrors that callers of these methods expect."""
+    try:
+        yield
+    except CommandError as error:
+        raise ServerRefused(f"{error.code} {error.sentence}") from error
+
+
+def even_head_map(heads: int, kv_heads: int) -> bytes:
+    """The map of grouped queries; raises ValueError where the groups are not alike."""
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{heads} query heads do not share {kv_heads} heads evenly")
+    return bytes(head * kv_heads // heads for head in range(heads))
+
+
+def _kv_heads(q: ArrayLike, kv_heads: int | None, head_map: HeadMap | None) -> int:
+    if kv_heads is not None:
+        return kv_heads
+    return int(np.asarray(q).shape[0]) if head_map is None else max(_map(head_map)) + 1
+
+
+def _slot(namespace: str, layer_id: int) -> Slot:
+    return Slot(namespace, attention_session(namespace), layer_id)
+
+
+def _floats(array: ArrayLike, num_axes: int, what: str) -> Floats:
+    found = np.ascontiguousarray(array, "<f4")
+    if found.ndim != num_axes:
+        raise ValueError(f"{what} has {found.ndim} axes, not {num_axes}")
+    return found
+
+
+def _map(head_map: HeadMap) -> bytes:
+    return bytes(int(head) for head in head_map)

@@ -1,0 +1,95 @@
+"""Installing the patch, and caches whose prefix is attended where it lives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
+
+from pion_vllm_mlx.errors import PionMlxCompatError
+from pion_vllm_mlx.patch.attention import replacement
+from pion_vllm_mlx.patch.model_check import (
+    refuse_at_server,
+    refuse_bypassing,
+    shares_at_right_positions,
+)
+from pion_vllm_mlx.patch.prefix_cache import PionPrefixCache, PrefixGroup
+from pion_vllm_mlx.patch.seam import SEAM
+
+
+def install_pion_attention_patch() -> None:
+    """Puts our attention in place of mlx-lm's, for every model; nothing if it is there.
+
+    Caches of others are attended by the original function. Raises PionMlxCompatError, and
+    changes nothing, where mlx-lm is not one whose attention is known.
+    """
+    SEAM.install(replacement)
+
+
+def uninstall_pion_attention_patch() -> None:
+    """Puts the very functions back that were replaced; nothing if none were."""
+    SEAM.uninstall()
+
+
+def make_pion_prompt_cache(
+    model: Any,
+    namespace: str,
+    prompt_cache: Any,
+    prefix_len: int,
+    sparse_full_layers: dict[str, Any] | bool | None = None,
+) -> list[Any]:
+    """A cache for ``model(suffix, cache=…)``: the prefix of ``namespace``, attended elsewhere.
+
+    The prefix is that which ``prompt_cache`` (a PionPromptCache) got or stored in this
+    process, else the one at the server; which of them is chosen here, once. ``prefix_len``
+    must be its number of tokens. ``sparse_full_layers`` (True, or any of ``K_block``,
+    ``K_blocks``, ``selector``) lets single queries of full-attention layers see the best
+    blocks only.
+
+    Raises PionMlxCompatError for a model whose attention does not go through mlx-lm's seam,
+    or not in a way that a server can compute; ValueError where no prefix that fits is
+    stored; StoreUnavailable where no server answers.
+    """
+    if not SEAM.installed():
+        raise PionMlxCompatError("call install_pion_attention_patch() first")
+    if prompt_cache.model is not None and prompt_cache.model is not model:
+        raise ValueError("the prompt cache belongs to another model")
+    empty = make_prompt_cache(model)
+    refuse_bypassing(model, empty)
+    if prefix_len <= 0:
+        return list(empty)
+    shares = shares_at_right_positions(model)
+    group = PrefixGroup(prompt_cache, namespace, prefix_len, shares=shares)
+    if group.local is None:
+        refuse_at_server(model, empty)
+        _ = group.remote
+    mode = {} if sparse_full_layers is True else sparse_full_layers
+    layers = _Layers(group, prompt_cache, mode if mode is not False else None)
+    return [layers.wrapped(entry) for entry in (group.local or empty)]
+
+
+class _Layers:
+    """Makes the caches of a group, numbered as their rows are stored: depth first."""
+
+    def __init__(self, group: PrefixGroup, prompt_cache: Any, mode: dict[str, Any] | None) -> None:
+        self._group, self._pc, self._mode = group, prompt_cache, mode
+        self._next = 0
+
+    def wrapped(self, entry: Any) -> Any:
+        if type(entry) is CacheList:
+            make: Any = CacheList
+            return make(*(self.wrapped(inner) for inner in entry.caches))
+        layer, self._next = self._next, self._next + 1
+        group = self._group
+        window = entry.max_size if type(entry) is RotatingKVCache else None
+        return PionPrefixCache(
+            layer,
+            group.namespace,
+            self._pc,
+            group.prefix_len,
+            window,
+            None if window is not None else self._mode,
+            group=group,
+            native=entry if group.local is not None else None,
+        )
+

@@ -1,0 +1,118 @@
+"""A prefix at the server, as the layers of one cache attend to it.
+
+Of a prefix with a completion record, model and tokens are compared first, and its slots have
+a session id made of both: whatever is resident under it is this very prefix, whoever warmed
+it. A foreign prefix is what was stored under ``<namespace>_attn`` by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.cache.attend_client import AttendClient, Query, Slot, Sparse, is_missing
+from pion_vllm_mlx.cache.attend_methods import attention_session, even_head_map
+from pion_vllm_mlx.cache.attend_source import StoredPrefix
+from pion_vllm_mlx.errors import ColdMiss, CommandError, PionError, StoreUnavailable
+
+Floats = NDArray[np.float32]
+T = TypeVar("T")
+
+
+class RemotePrefix:
+    """The slots of a namespace. Opening it asks the server; not thread-safe."""
+
+    def __init__(self, prompt_cache: Any, namespace: str, num_tokens: int) -> None:
+        """Raises ValueError where nothing that fits is stored, and what the client raises."""
+        self._pc = prompt_cache
+        self._client: AttendClient = prompt_cache.attention
+        self.namespace, self.num_tokens = namespace, num_tokens
+        self._stored = self._find()
+        if self._stored is not None:
+            self.sid = self._stored.sid
+            return
+        self.sid = attention_session(namespace)
+        if prompt_cache.strict:
+            raise ValueError(f"namespace {namespace} has no completion record, and strict is on")
+        if self._client.state(self._slot(0)) == "MISS":
+            raise ValueError(f"nothing to attend to is stored under namespace {namespace}")
+
+    def fused(self, layer: int, q: Floats, keys: Floats, values: Floats, window: int) -> Floats:
+        """``[H_q, M, D]`` over prefix and suffix, causal within it; window 0 sees all."""
+        query = self._query(q, keys, values, window)
+        return self._ask(layer, keys, lambda slot: self._client.fused(slot, query))
+
+    def sparse(
+        self, layer: int, q: Floats, keys: Floats, values: Floats, chosen: Sparse
+    ) -> Floats:
+        """``[H_q, 1, D]`` over the best blocks, the tail, and the whole suffix."""
+        query = self._query(q, keys, values, 0)
+        return self._ask(layer, keys, lambda slot: self._client.sparse(slot, query, chosen))
+
+    def prefixes(
+        self, layer: int, asked: Sequence[tuple[Floats, int]]
+    ) -> list[tuple[Floats, Floats]]:
+        """Queries ``[H_kv, M, D]`` over the prefix within a window each: out and LSE."""
+        return self._ask(layer, asked[0][0], lambda slot: self._client.prefixes(slot, asked))
+
+    # -- inside -------------------------------------------------------------------
+
+    def _query(self, q: Floats, keys: Floats, values: Floats, window: int) -> Query:
+        return Query(q, keys, values, even_head_map(q.shape[0], keys.shape[0]), window)
+
+    def _slot(self, layer: int) -> Slot:
+        return Slot(self.namespace, self.sid, layer)
+
+    def _ask(self, layer: int, like: Floats, call: Callable[[Slot], T]) -> T:
+        """What ``call`` returns; ``like`` is ``[H_kv, …, D]``. Once more after warming."""
+        slot, heads, dim = self._slot(layer), like.shape[0], like.shape[2]
+        try:
+            return call(slot)
+        except CommandError as error:
+            cold = isinstance(error, ColdMiss)
+            if not cold and not is_missing(error):
+                raise
+            self._client.cold_misses += cold
+            if self._stored is None and not cold:
+                raise
+            self._warm(heads, dim, error)
+        return call(slot)
+
+    def _warm(self, heads: int, dim: int, because: CommandError) -> None:
+        """Makes the prefix resident from its stored rows. Raises ``because`` where that fails."""
+        if self._stored is None:
+            try:
+                warmed = self._client.warm(self.namespace, self.sid, heads, dim)
+            except CommandError:
+                warmed = 0
+            if warmed <= 0:
+                raise because
+            return
+        self._same_as_before()
+        if self._client.warm(self.namespace, self.sid, heads, dim) <= 0:
+            raise because
+        try:
+            self._same_as_before()
+        except PionError:
+            # What was warmed may be of other rows, under the name of these: it must go.
+            self._pc.source.drop(self.namespace)
+            raise
+
+    def _find(self) -> StoredPrefix | None:
+        source = self._pc.source
+        found: StoredPrefix | None = (
+            None if source is None else source.stored(self.namespace, self.num_tokens)
+        )
+        return found
+
+    def _same_as_before(self) -> None:
+        """Raises StoreUnavailable where the namespace holds another prefix by now."""
+        try:
+            found = self._find()
+        except ValueError as error:
+            raise StoreUnavailable(f"the prefix was replaced: {error}") from error
+        if found != self._stored:
+            raise StoreUnavailable(f"the prefix of namespace {self.namespace} is gone")

@@ -1,0 +1,173 @@
+"""A patched model says what the unpatched one says, over every lane; and which lane it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import pion_vllm_mlx
+from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
+from tests.models import WINDOW, tiny_model, token_ids
+from tests.patch.conftest import LANES, SUFFIX, Opener, alone, forwards, furthest
+from tests.serve.tiny_folder import make_folder
+
+STEPS = 20  # with the suffix more than a window
+REPLY = 32
+
+pytestmark = pytest.mark.usefixtures("patched")
+
+
+def attended(
+    pc: PionPromptCache, model: Any, ids: list[int], name: str, **options: Any
+) -> list[Any]:
+    """A cache for the prefix, which is stored first."""
+    pc.get_or_prefill(ids, name)
+    return pion_vllm_mlx.make_pion_prompt_cache(model, name, pc, len(ids), **options)
+
+
+@pytest.mark.parametrize("length", [WINDOW - 6, WINDOW, 40])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("lane", LANES)
+def test_logits_are_those_of_the_unpatched_model(
+    opened: Opener, family: str, length: int, lane: str
+) -> None:
+    model, ids = tiny_model(family), token_ids(length)
+    pc = opened(model, lane)
+    cache = attended(pc, model, ids, f"{family} {length} {lane}")
+    assert cache[0].offset == length
+    found = forwards(model, cache, STEPS)
+    assert furthest(found, alone(model, ids, STEPS)) < 1e-5
+    assert cache[0].offset == length + len(SUFFIX) + STEPS
+    used = {"in-process": set(), "binary": {"binary", "resp"}, "resp": {"resp"}}[lane]
+    assert set(pc.attention.queries) <= used and bool(pc.attention.queries) == bool(used)
+    assert lane != "binary" or pc.attention.queries["binary"] > STEPS
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_latent_attention_is_served_in_this_process_and_refused_by_name_elsewhere(
+    opened: Opener, family: str
+) -> None:
+    model, ids = tiny_model(family), token_ids(40)
+    cache = attended(opened(model, "in-process"), model, ids, family)
+    assert furthest(forwards(model, cache, STEPS), alone(model, ids, STEPS)) < 1e-5
+    with pytest.raises(pion_vllm_mlx.PionMlxCompatError, match="in this process only"):
+        forwards(model, attended(opened(model, "binary"), model, ids, family), 1)
+
+
+@pytest.mark.parametrize("lane", LANES)
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_generation_of_mlx_lm_gives_the_same_tokens(
+    opened: Opener, lane: str, family: str, tmp_path: Path
+) -> None:
+    from mlx_lm import generate, load, stream_generate
+
+    model, tokenizer = load(str(make_folder(tmp_path / family, family)))[:2]
+    ids, pc = token_ids(40), opened(model, lane)
+    cache = attended(pc, model, ids, f"generated {lane} {family}")
+    plain = generate(model, tokenizer, [*ids, *SUFFIX], max_tokens=REPLY)
+    assert plain
+    assert generate(model, tokenizer, SUFFIX, max_tokens=REPLY, prompt_cache=cache) == plain
+    again = pion_vllm_mlx.make_pion_prompt_cache(model, f"generated {lane} {family}", pc, len(ids))
+    options = {"max_tokens": REPLY, "prompt_cache": again, "prefill_step_size": 5}
+    made = stream_generate(model, tokenizer, SUFFIX, **options)
+    wanted = stream_generate(model, tokenizer, [*ids, *SUFFIX], max_tokens=REPLY)
+    assert [one.token for one in made] == [one.token for one in wanted]
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_a_cache_may_be_trimmed_back_to_its_prefix_and_no_further(
+    opened: Opener, lane: str
+) -> None:
+    model, ids = tiny_model("llama"), token_ids(40)
+    cache = attended(opened(model, lane), model, ids, f"trimmed {lane}")
+    first = forwards(model, cache, 3)
+    assert [entry.trim(100) for entry in cache] == [len(SUFFIX) + 3] * len(cache)
+    assert furthest(forwards(model, cache, 3), first) < 1e-6
+
+
+@pytest.mark.parametrize("lane", LANES)
+def test_two_caches_over_one_prefix_do_not_change_each_other(opened: Opener, lane: str) -> None:
+    model, ids = tiny_model("llama"), token_ids(40)
+    pc = opened(model, lane)
+    first = attended(pc, model, ids, f"two {lane}")
+    second = pion_vllm_mlx.make_pion_prompt_cache(model, f"two {lane}", pc, 40)
+    wanted = alone(model, ids, 4)
+    forwards(model, first, 2)
+    assert furthest(forwards(model, second, 4), wanted) < 1e-5
+
+
+def test_a_long_suffix_stays_here_and_is_merged_with_the_prefix(
+    opened: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PION_DISABLE_FUSED_ATTEND", "1")
+    model, ids = tiny_model("llama"), token_ids(40)
+    pc = opened(model, "binary")
+    cache = attended(pc, model, ids, "merged")
+    assert furthest(forwards(model, cache, STEPS), alone(model, ids, STEPS)) < 1e-5
+    assert set(pc.attention.queries) == {"resp"}
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("lane", ["binary", "resp"])
+def test_models_of_half_precision_keep_their_type(
+    opened: Opener, lane: str, dtype: mx.Dtype
+) -> None:
+    model, ids = tiny_model("llama", dtype), token_ids(40)
+    cache = attended(opened(model, lane), model, ids, f"{dtype} {lane}")
+    found, wanted = forwards(model, cache, 4), alone(model, ids, 4)
+    assert found[0].dtype == wanted[0].dtype == dtype
+    assert furthest(found, wanted) < 0.03
+
+
+@pytest.mark.parametrize("selector", ["block_mean", "quest"])
+@pytest.mark.parametrize("lane", LANES)
+def test_sparse_attention_with_all_blocks_is_dense_and_with_few_is_not(
+    opened: Opener, lane: str, selector: str
+) -> None:
+    model, ids = tiny_model("llama"), token_ids(70)
+    pc = opened(model, lane)
+    wanted = alone(model, ids, 6)
+    for top, same in ((9, True), (1, False)):
+        mode = {"K_block": 8, "K_blocks": top, "selector": selector}
+        cache = attended(
+            pc, model, ids, f"sparse {lane} {selector}", sparse_full_layers=mode
+        )
+        assert (furthest(forwards(model, cache, 6), wanted) < 1e-5) == same
+
+
+def test_sparse_attention_in_process_and_over_the_wire_choose_the_same(opened: Opener) -> None:
+    model, ids = tiny_model("llama"), token_ids(70)
+    mode = {"K_block": 8, "K_blocks": 2}
+    found = [
+        forwards(model, attended(opened(model, lane), model, ids, lane, sparse_full_layers=mode), 6)
+        for lane in LANES
+    ]
+    assert furthest(found[1], found[0]) < 1e-5 and furthest(found[2], found[0]) < 1e-5
+
+
+def test_windowed_layers_are_never_sparse(opened: Opener) -> None:
+    model, ids = tiny_model("gemma3_text"), token_ids(70)
+    cache = attended(opened(model), model, ids, "windows", sparse_full_layers=True)
+    assert [entry.sparse_mode is None for entry in cache] == [True, True, False]
+    assert [entry.fa_window for entry in cache] == [WINDOW, WINDOW, None]
+
+
+@pytest.fixture
+def other_process(opened: Opener) -> Iterator[tuple[Any, list[int], PionPromptCache]]:
+    """A prefix that an object stored, and another one that never asked for its tokens."""
+    model, ids = tiny_model("llama"), token_ids(40)
+    opened(model).get_or_prefill(ids, "elsewhere")
+    yield model, ids, opened(model)
+
+
+def test_who_never_had_the_prefix_attends_to_it_by_name_and_length(
+    other_process: tuple[Any, list[int], PionPromptCache],
+) -> None:
+    model, ids, pc = other_process
+    cache = pion_vllm_mlx.make_pion_prompt_cache(model, "elsewhere", pc, len(ids))
+    assert furthest(forwards(model, cache, 4), alone(model, ids, 4)) < 1e-5
+    assert pc.hits == pc.misses == 0
