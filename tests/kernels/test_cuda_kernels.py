@@ -22,6 +22,9 @@ from tests.kernels import cases, device_cases, emulated
 from tests.kernels.device_cases import Bench
 from tests.metal_emulation.emulation import COMPILER
 
+# The first test waits until all programs are compiled.
+pytestmark = pytest.mark.timeout(1800)
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     device_cases.parametrize(metafunc)

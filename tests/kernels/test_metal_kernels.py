@@ -27,7 +27,11 @@ from tests.metal_emulation.emulation import (
     product_texts,
 )
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++")
+# The first test waits until all programs are compiled.
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="needs g++"),
+    pytest.mark.timeout(1800),
+]
 
 THREADGROUP_BYTES = 32 * 1024
 
