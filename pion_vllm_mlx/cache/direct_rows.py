@@ -30,7 +30,9 @@ SPARE_ROWS = 256
 MOST_SPARE_ROWS = 1024
 """A mapped run that is longer than what is wanted by more is cut: it would stay in memory."""
 
-_MOST_THREADS = 8
+_MOST_THREADS = 16
+"""On 16 cores 268 MB into fresh memory of an H200 took 54 ms with 16, 100 ms with 8."""
+
 _ALONE_BYTES = 4_000_000
 """Less than this is read by the thread that asks."""
 
