@@ -1,0 +1,105 @@
+"""The attend_* methods of PionPromptCache against plain numpy, and stage 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from pion_vllm_mlx.errors import ServerRefused
+from tests.models import tiny_model, token_ids
+from tests.patch.conftest import Opener
+
+H_KV, H_Q, N, D = 2, 4, 70, 32
+MAP = [0, 0, 1, 1]
+
+Floats = NDArray[np.float32]
+
+
+def normal(seed: int, *shape: int) -> Floats:
+    return np.random.default_rng(seed).standard_normal(shape, "f4")
+
+
+K, V = normal(1, H_KV, N, D), normal(2, H_KV, N, D)
+
+
+def attended(q: Floats, k: Floats, v: Floats, seen: Any = None) -> tuple[Floats, Floats]:
+    """Output and log-sum-exp of ``q [H, M, D]`` over rows of as many heads, in float64."""
+    scores = np.einsum("hmd,hnd->hmn", q.astype("f8"), k) / np.sqrt(D)
+    if seen is not None:
+        scores = np.where(seen, scores, -np.inf)
+    lse = np.log(np.exp(scores).sum(-1))
+    return np.einsum("hmn,hnd->hmd", np.exp(scores - lse[..., None]), v), lse
+
+
+@pytest.fixture
+def pc(opened: Opener, request: pytest.FixtureRequest) -> Any:
+    cache = opened(None, getattr(request, "param", "binary"))
+    cache.attend_store_layer("ns", 0, K, V)
+    return cache
+
+
+def test_a_query_sees_the_prefix_or_its_window(pc: Any) -> None:
+    q = normal(3, H_KV, 5, D)
+    wanted, lse = attended(q, K, V)
+    assert np.allclose(pc.attend_query("ns", 0, q), wanted, atol=1e-5)
+    assert np.allclose(pc.attend_query("ns", 0, q[:, 0]), wanted[:, 0], atol=1e-5)
+    found = pc.attend_query("ns", 0, q[:, :1], with_lse=True)
+    assert np.allclose(found[0], wanted[:, :1], atol=1e-5)
+    assert np.allclose(found[1], lse[:, :1], atol=1e-5)
+    within = pc.attend_query("ns", 0, q, fa_window=7)
+    assert np.allclose(within, attended(q, K[:, -7:], V[:, -7:])[0], atol=1e-5)
+    assert pc.attend_query_calls == 4 and pc.attend_query_ms_total > 0
+
+
+@pytest.mark.parametrize("pc", ["binary", "resp"], indirect=True)
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_fused_query_sees_the_suffix_causally(pc: Any, window: int | None) -> None:
+    q, k, v = normal(4, H_Q, 3, D), normal(5, H_KV, 6, D), normal(6, H_KV, 6, D)
+    first = 0 if window is None else N - window
+    keys, values = (np.concatenate([a[:, first:], b], 1)[MAP] for a, b in ((K, k), (V, v)))
+    at = np.arange(3, 6) + N - first
+    seen = np.arange(keys.shape[1]) <= at[:, None]
+    found = pc.attend_query_fused("ns", 0, q, k, v, MAP, window)
+    assert np.allclose(found, attended(q, keys, values, seen)[0], atol=1e-5)
+
+
+def test_a_sparse_query_with_all_blocks_is_dense(pc: Any) -> None:
+    q, k, v = normal(7, H_Q, D), normal(8, H_KV, 2, D), normal(9, H_KV, 2, D)
+    for selector in ("block_mean", "quest"):
+        plain = pc.attend_query_sparse_auto("ns", 0, q, 8, 9, head_map=MAP, selector=selector)
+        assert np.allclose(plain, attended(q[:, None], K[MAP], V[MAP])[0][:, 0], atol=1e-5)
+        keys, values = (np.concatenate(pair, 1)[MAP] for pair in ((K, k), (V, v)))
+        fused = pc.attend_query_sparse_auto_fused("ns", 0, q, 8, 9, k, v, selector=selector)
+        assert np.allclose(fused, attended(q[:, None], keys, values)[0][:, 0], atol=1e-5)
+    few = pc.attend_query_sparse_auto("ns", 0, q, 8, 1, head_map=MAP, fa_window=0)
+    assert not np.allclose(few, plain, atol=1e-3)
+
+
+def test_refusals_are_runtime_errors_that_say_why(pc: Any) -> None:
+    with pytest.raises(ServerRefused, match="session not found"):
+        pc.attend_query("nobody", 0, normal(1, H_KV, D))
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        pc.attend_query("ns", 0, normal(1, H_KV + 1, D))
+    with pytest.raises(ServerRefused, match="shape mismatch"):
+        pc.attend_query_fused("ns", 0, *(normal(1, 3, 1, D) for _ in range(3)), [0, 1, 2])
+    with pytest.raises(RuntimeError, match="head dim"):
+        pc.attend_store_layer("ns", 1, normal(1, 1, 4, 20), normal(1, 1, 4, 20))
+    with pytest.raises(ValueError, match="selector"):
+        pc.attend_query_sparse_auto("ns", 0, normal(1, H_KV, D), 8, 1, selector="best")
+
+
+def test_stage_2_makes_a_stored_prefix_resident_and_a_lookup_wants_both(opened: Opener) -> None:
+    model, ids = tiny_model("llama"), token_ids(20)
+    plain = opened(model)
+    cache = plain.get_or_prefill(ids, "two stages")
+    staged = opened(model, stage2=True)
+    assert plain.lookup("two stages") and not staged.lookup("two stages")
+    staged.get_or_prefill(ids, "two stages")
+    assert staged.hits == 1 and staged.lookup("two stages")
+    q = normal(1, H_KV, 2, D)
+    for layer, entry in enumerate(cache):
+        k, v = (np.array(a[0, :, : len(ids)]) for a in (entry.keys, entry.values))
+        assert np.allclose(staged.attend_query("two stages", layer, q), attended(q, k, v)[0], 1e-4)
