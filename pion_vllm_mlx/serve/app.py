@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pion_vllm_mlx.serve import anthropic_request, chat_request, responses_request
 from pion_vllm_mlx.serve.anthropic_reply import AnthropicReply
-from pion_vllm_mlx.serve.api_errors import ApiError, bad_request
+from pion_vllm_mlx.serve.api_errors import ApiError
+from pion_vllm_mlx.serve.chat_form import chat_form
 from pion_vllm_mlx.serve.chat_reply import ChatReply, CompletionReply
 from pion_vllm_mlx.serve.checks import Json
 from pion_vllm_mlx.serve.engine_client import Answer, EngineClient, error_text
@@ -145,13 +146,7 @@ class Front:
         return Response(self.metrics.render(numbers), media_type=CONTENT_TYPE)
 
     def _chat_form(self, body: Json, api: str) -> Json:
-        if api == "messages":
-            return anthropic_request.chat_body(body, normalize=self.normalize, counting=True)
-        if api == "responses":
-            return responses_request.chat_body(body, normalize=self.normalize)
-        if api != "chat":
-            raise bad_request("api must be chat, messages or responses")
-        return chat_request.chat_body(body, normalize=self.normalize, fetch=self.media_urls)
+        return chat_form(body, api, normalize=self.normalize, fetch=self.media_urls)
 
     def _exchange(
         self, request: Request, path: str, sent: Json, reply: Reply, body: Json

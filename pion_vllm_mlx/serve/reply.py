@@ -8,7 +8,6 @@ No class here does any I/O.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Iterator
 
 from pion_vllm_mlx.serve.api_errors import ApiError, Shape
 from pion_vllm_mlx.serve.checks import Json
@@ -65,11 +64,3 @@ class Reply(abc.ABC):
     @abc.abstractmethod
     def failure(self, error: ApiError) -> list[Event]:
         """The events that end a stream that failed after it began."""
-
-
-def events(chunks: Iterable[Json], reply: Reply) -> Iterator[Event]:
-    """All the events of a reply that is told by ``chunks``."""
-    yield from reply.start()
-    for chunk in chunks:
-        yield from reply.feed(chunk)
-    yield from reply.end()

@@ -31,14 +31,11 @@ from pion_vllm_mlx.tools.lineage_access import (
 from pion_vllm_mlx.tools.prompt_file import SUFFIX
 from pion_vllm_mlx.tools.store_access import add_url, duration_text, size_text
 
-ACTIONS = ("list", "pin", "unpin", "export", "import", "branch", "delete")
 WORD_TOKENS = 24
 SHOWN_CHARACTERS = 48
 _LEAST_WORDS = 4
 _NO_TOKENIZER = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 """What mlx-lm and transformers raise for a folder without a tokenizer."""
-
-Decode = Callable[[Listed], str]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -17,10 +17,11 @@ from typing import Any
 
 from pion_vllm_mlx import config
 from pion_vllm_mlx.errors import ConfigError, StoreUnavailable
+from pion_vllm_mlx.serve.chat_form import APIS
 from pion_vllm_mlx.serve.options import DEFAULT_PORT
 from pion_vllm_mlx.serve.pion_flags import PionFlags, add_pion_flags
 from pion_vllm_mlx.tools.explain_advice import causes
-from pion_vllm_mlx.tools.request_file import APIS, api_of, chat_form, parse, read_bytes
+from pion_vllm_mlx.tools.request_file import api_of, engine_body, parse, read_bytes
 
 Json = dict[str, Any]
 
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str]) -> int:
     body = _read(options) if options.request is not None else None
     told = _told(options, words, body)
     api = options.api or (api_of(body) if body else "chat")
-    chat = chat_form(options.request, body, api) if body else None
+    chat = engine_body(options.request, body, api) if body else None
     found = {**told, "causes": causes(told, chat) if "common" in told else []}
     print(json.dumps(found) if options.json else "\n".join(lines(found)))
     return 0 if told.get("restorable") else 1
@@ -141,7 +142,7 @@ def _without_serve(options: argparse.Namespace, words: Sequence[str], body: Json
     from pion_vllm_mlx.tools.served_model import ServedModel, with_served_model
 
     api, normalize = options.api or api_of(body), not options.no_normalize
-    chat = chat_form(options.request, body, api, normalize=normalize)
+    chat = engine_body(options.request, body, api, normalize=normalize)
     found: list[Json] = []
 
     def use(served: ServedModel) -> int:

@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from pion_vllm_mlx.errors import ConfigError
-from pion_vllm_mlx.serve import anthropic_request, chat_request, checks, responses_request
+from pion_vllm_mlx.serve import chat_form, checks
 from pion_vllm_mlx.serve.api_errors import ApiError
 
 Json = dict[str, Any]
 
-APIS = ("chat", "messages", "responses")
 MAX_BYTES = 256 << 20
 
 
@@ -45,13 +44,9 @@ def api_of(body: Json) -> str:
     return "messages" if "system" in body or named else "chat"
 
 
-def chat_form(path: Path, body: Json, api: str, *, normalize: bool = True) -> Json:
+def engine_body(path: Path, body: Json, api: str, *, normalize: bool = True) -> Json:
     """The engine's chat body. Raises ConfigError naming the field that is wrong."""
     try:
-        if api == "messages":
-            return anthropic_request.chat_body(body, normalize=normalize, counting=True)
-        if api == "responses":
-            return responses_request.chat_body(body, normalize=normalize)
-        return chat_request.chat_body(body, normalize=normalize)
+        return chat_form.chat_form(body, api, normalize=normalize)
     except ApiError as error:
         raise ConfigError(f"{path}: {error.message}") from error

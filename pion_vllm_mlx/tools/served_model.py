@@ -14,14 +14,13 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from jinja2 import TemplateError
-
 from pion_vllm_mlx import config
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.serve.engine_child import EngineLink
 from pion_vllm_mlx.serve.engine_mlx_lm import lineage_options
 from pion_vllm_mlx.serve.engine_mlx_lm_anchor import Anchors
+from pion_vllm_mlx.serve.engine_mlx_lm_prepare import REFUSALS
 from pion_vllm_mlx.serve.engine_mlx_lm_seams import check_seams
 from pion_vllm_mlx.serve.gate import tenant_of
 from pion_vllm_mlx.serve.pion_flags import PionFlags
@@ -30,9 +29,6 @@ Json = dict[str, Any]
 
 _NOT_LOADED = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 """What mlx-lm and its libraries raise for a model that is none."""
-
-_REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, RuntimeError)
-"""What mlx-lm and chat templates end in when a body is not to their liking."""
 
 
 def add_key(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +84,7 @@ class ServedModel:
             )[0]
             every: Mapping[str, Any] = {**self.cli.chat_template_args, **(settings or {})}
             anchor = self._anchors.length(self.tokenizer, request, every, tokens)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             raise ConfigError(f"the chat template refuses this: {error}") from error
         return list(tokens), anchor
 

@@ -19,14 +19,16 @@ from mlx_lm.models.cache import make_prompt_cache
 from pion_vllm_mlx.cache.lineage import LineageStore
 from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import OTHER_USER, leading_system
 from pion_vllm_mlx.errors import ConfigError, PionError
+from pion_vllm_mlx.serve.chat_form import APIS
 from pion_vllm_mlx.serve.engine_mlx_lm_single import Prefill
 from pion_vllm_mlx.serve.normalize import strip_metadata
 from pion_vllm_mlx.serve.pion_flags import PionFlags, add_pion_flags
-from pion_vllm_mlx.tools.request_file import APIS, api_of, chat_form, parse, read_bytes
+from pion_vllm_mlx.tools.request_file import api_of, engine_body, parse, read_bytes
 from pion_vllm_mlx.tools.served_model import ServedModel, add_key, with_served_model
 from pion_vllm_mlx.tools.warming import NotWarmed, Warmed, refuse_short, stored_as, why_not_stored
 
 WRITE_SECONDS = 600.0
+_PREFILL_FLAGS = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -89,7 +91,7 @@ def _body(path: Path, options: argparse.Namespace) -> dict[str, Any]:
         given = {**given, "input": given.get("input") or OTHER_USER["content"]}
     elif not given.get("messages"):
         given = {**given, "messages": [OTHER_USER]}
-    body = chat_form(path, given, api, normalize=normalize)
+    body = engine_body(path, given, api, normalize=normalize)
     leading = leading_system(body["messages"])
     if not leading and not body.get("tools"):
         raise ConfigError(f"{path} has neither a system prompt nor tools")
@@ -201,9 +203,6 @@ def _compute(served: ServedModel, store: LineageStore, tokens: list[int]) -> int
     if not store.flush(WRITE_SECONDS):
         raise NotWarmed("the store takes too long to write it")
     return len(tokens) - at
-
-
-_PREFILL_FLAGS = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv_start")
 
 
 def _line(result: dict[str, Any]) -> str:

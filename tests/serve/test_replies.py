@@ -12,7 +12,7 @@ from pion_vllm_mlx.serve.anthropic_reply import AnthropicReply
 from pion_vllm_mlx.serve.api_errors import ApiError, from_engine
 from pion_vllm_mlx.serve.chat_reply import ChatReply, CompletionReply
 from pion_vllm_mlx.serve.pieces import ChatReader, Reasoning, Text, ToolCall, object_json
-from pion_vllm_mlx.serve.reply import Reply, events
+from pion_vllm_mlx.serve.reply import Reply
 from pion_vllm_mlx.serve.responses_reply import ResponsesReply
 from pion_vllm_mlx.serve.sse import Decoder, Event
 
@@ -61,6 +61,12 @@ VLLM_MLX = [
     {**delta("tool_calls"), "usage": usage()["usage"], "pion": RECEIPT},
 ]
 BOTH = pytest.mark.parametrize("chunks", [MLX_LM, VLLM_MLX], ids=["mlx-lm", "vllm-mlx"])
+
+
+def events(chunks: list[Json], reply: Reply) -> list[Event]:
+    """All the events of a reply that is told by ``chunks``."""
+    fed = (event for chunk in chunks for event in reply.feed(chunk))
+    return [*reply.start(), *fed, *reply.end()]
 
 
 def told(chunks: list[Json], reply: Reply) -> list[Json]:
@@ -168,7 +174,7 @@ def test_anthropics_first_event_comes_first_whatever_the_engine_says(chunks: lis
 
 def test_what_the_engine_tells_the_front_alone_goes_no_further() -> None:
     for reply in (ChatReply("m"), CompletionReply("m")):
-        got = list(events([begun(), *MLX_LM], reply))
+        got = events([begun(), *MLX_LM], reply)
         assert all("pion_prompt" not in one.data for one in got if isinstance(one.data, dict))
 
 
@@ -245,7 +251,7 @@ def test_a_reply_that_was_cut_says_so_everywhere() -> None:
     cut = [delta(content="so far"), delta("length"), usage()]
     chat, anthropic, responses = ChatReply("m"), AnthropicReply("m"), ResponsesReply("m", {})
     for reply in (chat, anthropic, responses):
-        list(events(cut, reply))
+        events(cut, reply)
     assert chat.whole()["choices"][0]["finish_reason"] == "length"
     assert anthropic.whole()["stop_reason"] == "max_tokens"
     whole = responses.whole()
@@ -258,7 +264,7 @@ def test_a_reply_that_was_cut_says_so_everywhere() -> None:
 
 def test_a_cut_in_a_tool_turn_is_a_cut() -> None:
     reply = AnthropicReply("m")
-    list(events([delta(tool_calls=[call(0, "f", "{}")]), delta("length")], reply))
+    events([delta(tool_calls=[call(0, "f", "{}")]), delta("length")], reply)
     assert reply.whole()["stop_reason"] == "max_tokens"
 
 

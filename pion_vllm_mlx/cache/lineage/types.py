@@ -24,13 +24,13 @@ class LineageOptions:
     """Settings of a lineage store.
 
     ``budget_bytes`` caps what all lineages of the server, or of a worker of it, hold together
-    (0: the server's own limits only). A prefix of fewer than ``min_gain`` tokens is neither kept nor restored.
-    ``vquant`` is a storage format, None the cache's own dtype. ``key_parts`` are further parts
-    of the key: tokenizer, template, adapter, API key or tenant. ``checkpoints=False`` gives
-    exact-prefix behaviour. ``resume=False`` keeps no journal, ``durable`` has every store
-    flushed to stable storage. ``queue_bytes`` caps what waits to be written.
-    ``kv_bits`` and ``kv_group_size`` say that the engine quantizes its KV caches from the
-    first token on, as mlx-lm's ``quantized_kv_start=0`` does.
+    (0: the server's own limits only). A prefix of fewer than ``min_gain`` tokens is neither kept
+    nor restored. ``vquant`` is a storage format, None the cache's own dtype. ``key_parts`` are
+    further parts of the key: tokenizer, template, adapter, API key or tenant.
+    ``checkpoints=False`` gives exact-prefix behaviour. ``resume=False`` keeps no journal,
+    ``durable`` has every store flushed to stable storage. ``queue_bytes`` caps what waits to be
+    written. ``kv_bits`` and ``kv_group_size`` say that the engine quantizes its KV caches from
+    the first token on, as mlx-lm's ``quantized_kv_start=0`` does.
     """
 
     url: str = "embedded:"
