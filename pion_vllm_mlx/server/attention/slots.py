@@ -70,7 +70,7 @@ class ColdEntry:
 
 
 @dataclass
-class Demotions:
+class SlotCounters:
     """What happened since the start."""
 
     demotions: int = 0
@@ -86,7 +86,7 @@ class SlotTable(Generic[HeldT]):
         self.max_cold = max_cold
         self.warm: OrderedDict[Key, Slot[HeldT]] = OrderedDict()
         self.cold: OrderedDict[Key, ColdEntry] = OrderedDict()
-        self.counters = Demotions()
+        self.counters = SlotCounters()
         #: whose a session is: of several owners the one with the most gives up a slot first
         self.owner: Callable[[bytes], bytes] | None = None
 

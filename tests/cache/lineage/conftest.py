@@ -1,15 +1,16 @@
-"""Stores of one module on one server, closed at the end."""
+"""Stores of one module on one server, closed at the end; and a server of a test alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pion_vllm_mlx.cache.lineage import LineageStore
 from tests.cache.lineage.driving import open_store
-from tests.conftest import RunningServer
+from tests.conftest import RunningServer, running_server
 
 Opener = Callable[..., LineageStore]
 
@@ -26,3 +27,10 @@ def opened(store: RunningServer) -> Iterator[Opener]:
     yield open_one
     for one in stores:
         one.close()
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[RunningServer]:
+    """A server of this test alone."""
+    with running_server(tmp_path / "data") as server:
+        yield server

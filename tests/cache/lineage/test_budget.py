@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,17 +19,10 @@ from tests.cache.lineage.driving import (
     prompt,
     same_reply,
 )
-from tests.conftest import RunningServer, running_server
+from tests.conftest import RunningServer
 from tests.models import tiny_model
 
 ROW_BYTES = 2 * 2 * 2 * 32 * 4  # layers, sides, heads, width, float32
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[RunningServer]:
-    """A server of this test alone."""
-    with running_server(tmp_path / "data") as server:
-        yield server
 
 
 def held(store: LineageStore) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,17 +27,10 @@ from tests.cache.lineage.driving import (
     prompt,
     same_reply,
 )
-from tests.conftest import RunningServer, running_server
+from tests.conftest import RunningServer
 from tests.models import tiny_model
 
 SOME = ("plain", "window", "gated delta", "mamba")
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[RunningServer]:
-    """A server of this test alone."""
-    with running_server(tmp_path / "data") as server:
-        yield server
 
 
 def patient(store: LineageStore) -> LineageStore:
