@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from mlx_lm.models.cache import (
@@ -337,10 +338,16 @@ class LineageCache:
         lacking: list[Any] = []
         if not ids.size or not self._put(tiers, ids, caches, kind, lacking):
             return
+        self.spread.add(lacking)
+
+        def store() -> None:
+            with self.blocking.measured("store"):
+                keep = partial(tiers.store.keep, given=True, schedule=self.spread.add)
+                guarded(lambda: keep(ids, caches, kind), False)
+
         # A reply's recurrent state would be a second state a turn: it stays in this process.
         if not (reply and tiers.recurrent):
-            tiers.store.keep(ids, caches, kind, given=True, schedule=self.spread.add)
-        self.spread.add(lacking)
+            self.spread.one_a_step(store)
 
     def _put(
         self, tiers: Tiers, ids: TokenIds, caches: list[Any], kind: str, lacking: list[Any]
