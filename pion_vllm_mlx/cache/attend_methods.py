@@ -175,9 +175,16 @@ class AttendMethods:
         with _refusals():
             return self._attend.rehydrated(slot, *shape, call)
 
-    def _attention_resident(self, namespace: str) -> bool:
-        """Whether layer 0 is resident; a cold one is warmed by what is known of it."""
-        return self._attend.state(_slot(namespace, _LAYER_ZERO)) == "HIT"
+    def _attention_resident(
+        self, namespace: str, shape: Callable[[str], tuple[int, int] | None]
+    ) -> bool:
+        """Whether layer 0 is resident; a cold one is warmed, once, if ``shape`` knows its own."""
+        slot = _slot(namespace, _LAYER_ZERO)
+        state = self._attend.state(slot)
+        if state != "COLD":
+            return state == "HIT"
+        found = shape(namespace)
+        return found is not None and self._attend.warm(namespace, slot.sid, *found) > 0
 
 
 @contextmanager

@@ -77,6 +77,15 @@ class AttendSource:
         content = hashlib.sha256(identity_digest(identity).encode() + ids).hexdigest()
         return StoredPrefix(f"{attention_session(namespace)}:{content}", num_tokens)
 
+    def shape(self, namespace: str) -> tuple[int, int] | None:
+        """Heads and dimension of the first layer's keys, as they are stored; None if unknown."""
+        blob = self._client.record(namespace)
+        leaves = [] if blob is None else CompletionRecord.decode(blob).leaves
+        if not leaves:
+            return None
+        heads = int(leaves[0]["heads"])
+        return heads, int(leaves[0]["k"]) // heads
+
     def drop(self, namespace: str) -> None:
         """Frees a prefix, and whatever was made resident of it."""
         self._client.drop(namespace)

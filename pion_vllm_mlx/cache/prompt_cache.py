@@ -151,7 +151,7 @@ class PionPromptCache(AttendMethods):
         with self._lock:
             try:
                 found = self._client.look_up(namespace)
-                return found and (not self.stage2 or self._attention_resident(namespace))
+                return found and (not self.stage2 or self._is_resident(namespace))
             except PionError as error:
                 self._counters.no_answer(error)
                 return False
@@ -255,12 +255,16 @@ class PionPromptCache(AttendMethods):
 
         return AttendSource(engine.client, engine.identity, no_inproc=no_inproc)
 
+    def _is_resident(self, namespace: str) -> bool:
+        source = self._source
+        return self._attention_resident(namespace, source.shape if source else lambda _: None)
+
     def _make_resident(self, namespace: str, cache: list[Any], num_tokens: int) -> None:
         """Stage 2: K and V of a plain model at the server; a failure is counted, not raised."""
         from pion_vllm_mlx.cache.attend_stage2 import plain_layers
 
         try:
-            if not self._attention_resident(namespace):
+            if not self._is_resident(namespace):
                 for layer, (keys, values) in enumerate(plain_layers(cache, num_tokens)):
                     self.attend_store_layer(namespace, layer, keys, values)
         except PionError as error:

@@ -1,8 +1,8 @@
 """Which models the patch serves: those whose attention goes through the seam, by their code.
 
-A class of the model that appends to a cache (``update_and_fetch``) must live in a module in
-which some function calls the seam by its name. What appends to nothing we know, such as a
-recurrent layer, is refused by the class of its cache.
+A class of the model that appends to a cache (``update_and_fetch``), or one that it derives
+from, must live in a module in which some function calls the seam by its name. What appends to
+nothing we know, such as a recurrent layer, is refused by the class of its cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def refuse_bypassing(model: Any, cache: list[Any]) -> None:
                 "can be computed elsewhere; use get_or_prefill"
             )
     for kind in {type(module) for module in model.modules()}:
-        if _appends(kind) and not _uses_seam(sys.modules.get(kind.__module__)):
+        modules = {base.__module__ for base in kind.__mro__}
+        if _appends(kind) and not any(_uses_seam(sys.modules.get(name)) for name in modules):
             raise PionMlxCompatError(
                 f"{_name(model)}: {kind.__module__}.{kind.__qualname__} computes attention itself, "
                 f"without mlx-lm's {NAME}; use get_or_prefill"

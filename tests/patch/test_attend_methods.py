@@ -103,3 +103,15 @@ def test_stage_2_makes_a_stored_prefix_resident_and_a_lookup_wants_both(opened: 
     for layer, entry in enumerate(cache):
         k, v = (np.array(a[0, :, : len(ids)]) for a in (entry.keys, entry.values))
         assert np.allclose(staged.attend_query("two stages", layer, q), attended(q, k, v)[0], 1e-4)
+
+
+def test_a_lookup_warms_what_became_cold(opened: Opener) -> None:
+    model = tiny_model("llama")
+    staged = opened(model, stage2=True)
+    staged.get_or_prefill(token_ids(20), "cooling")
+    row = normal(1, 1, 1, D)
+    for layer in range(256):
+        staged.attend_store_layer("other", layer, row, row)
+    assert staged.lookup("cooling")
+    found = staged.attend_query("cooling", 1, normal(1, H_KV, 1, D), with_lse=True)
+    assert np.isfinite(found[1]).all()
