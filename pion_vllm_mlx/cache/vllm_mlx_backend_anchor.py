@@ -14,12 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pion_vllm_mlx.cache.leading_system import OTHER_SYSTEM, OTHER_USER, leading_system
 from pion_vllm_mlx.cache.lineage import anchor_length
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import CHAT_TEMPLATE, Replacements
 
 MAX_TEXTS = 256
-OTHER_USER = {"role": "user", "content": "\u2042"}
-OTHER_SYSTEM = {"role": "system", "content": "\u2042"}
 
 
 class AnchorTexts:
@@ -90,16 +89,6 @@ def patch_chat_template(replacements: Replacements, anchors: AnchorTexts) -> Non
         return prompt
 
     replacements.replace(CHAT_TEMPLATE, apply)
-
-
-def leading_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The system messages before the first other one."""
-    leading = []
-    for message in messages:
-        if message.get("role") not in ("system", "developer"):
-            break
-        leading.append(message)
-    return leading
 
 
 def _put(table: OrderedDict[str, Any], key: str, value: Any) -> None:

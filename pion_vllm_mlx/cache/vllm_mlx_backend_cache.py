@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
-
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import Cut, LineageOptions, LineageStore, Match, policy
+from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.vllm_mlx_backend_live import LiveTier, Tokens, check_length
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
@@ -36,7 +34,6 @@ UNEXPECTED = (
     TypeError,
     ValueError,
 )
-_NO_TOKENS = np.zeros(0, np.uint32)
 
 
 @dataclass(frozen=True)
@@ -118,7 +115,7 @@ class PionPrefixCache:
         kinds = _kinds(model)
         self.recurrent = "ArraysCache" in kinds
         self._wants_cuts = bool(kinds & {"ArraysCache", "RotatingKVCache", "ChunkedKVCache"})
-        self.last_lookup = Lookup(_NO_TOKENS)
+        self.last_lookup = Lookup(NO_TOKENS)
         self.last_miss: Miss | None = None
         self.prefill_tokens_per_second = 0.0
 
@@ -131,15 +128,13 @@ class PionPrefixCache:
         """
         prompt = list(tokens)
         try:
-            lookup = Lookup(np.frombuffer(array("I", prompt), np.uint32))
-            caches = self._find(lookup) if len(prompt) > 1 else None
-        except OverflowError:
-            lookup = Lookup(_NO_TOKENS, why="token ids outside 32 bits (images) are not cached")
-            caches = None
+            ids, why = token_ids(prompt)
+            lookup = Lookup(NO_TOKENS if ids is None else ids, why=why)
+            caches = self._find(lookup) if lookup.prompt_tokens > 1 else None
         except UNEXPECTED as error:
             # A prefix cache is no reason for a request to fail.
             log.exception("the prefix cache failed")
-            lookup, caches = Lookup(_NO_TOKENS, why=f"the cache failed: {error}"), None
+            lookup, caches = Lookup(NO_TOKENS, why=f"the cache failed: {error}"), None
         self.last_lookup = lookup
         self._count(lookup, len(prompt))
         self._last_matched_key = prompt[: lookup.reused_tokens] if caches else None

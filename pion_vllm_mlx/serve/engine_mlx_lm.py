@@ -17,10 +17,10 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
-from pion_vllm_mlx import config
 from pion_vllm_mlx.cache.lineage import LineageOptions
 from pion_vllm_mlx.errors import PionError
 from pion_vllm_mlx.serve.engine_child import (
@@ -31,6 +31,7 @@ from pion_vllm_mlx.serve.engine_child import (
     watch_lifeline,
 )
 from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
+from pion_vllm_mlx.serve.store_options import store_options
 
 log = logging.getLogger("pion_vllm_mlx.serve")
 
@@ -43,18 +44,12 @@ def lineage_options(
     flags: PionFlags, link: EngineLink, cli: dict[str, Any]
 ) -> LineageOptions | None:
     """The settings of the store; None for ``--no-pion``. ``cli`` are mlx-lm's own flags."""
-    if not flags.enabled:
+    options = store_options(flags, link)
+    if options is None:
         return None
     quantized = cli.get("kv_bits") is not None and not cli.get("quantized_kv_start")
-    return LineageOptions(
-        url=flags.url,
-        budget_bytes=flags.budget_bytes,
-        min_gain=max(1, flags.min_gain),
-        vquant=flags.vquant,
-        key_parts={"tenant": link.tenant} if link.tenant else {},
-        checkpoints=config.ClientSwitches.from_environment().lineage,
-        resume=flags.resume,
-        durable=flags.durable_tokens > 0,
+    return replace(
+        options,
         kv_bits=cli["kv_bits"] if quantized else None,
         kv_group_size=int(cli.get("kv_group_size") or 64),
     )

@@ -10,8 +10,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from pion_vllm_mlx.cache.leading_system import OTHER_SYSTEM, OTHER_USER, leading_system
 from pion_vllm_mlx.cache.lineage import anchor_length
-from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import OTHER_SYSTEM, OTHER_USER, leading_system
 
 MAX_TEXTS = 64
 _REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError)

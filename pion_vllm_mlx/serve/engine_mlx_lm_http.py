@@ -6,15 +6,14 @@ import importlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from pion_vllm_mlx.cache.lineage import LineageStore
 from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
 from pion_vllm_mlx.serve.engine_mlx_lm_generator import Generator
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import REFUSALS
+from pion_vllm_mlx.serve.explained import explained
 from pion_vllm_mlx.serve.pieces import PROMPT
 
 log = logging.getLogger("pion_vllm_mlx.serve")
@@ -22,9 +21,6 @@ log = logging.getLogger("pion_vllm_mlx.serve")
 STATS, COUNT, EXPLAIN = "/v1/pion/stats", "/v1/pion/count_tokens", "/v1/pion/explain"
 BACKLOG = 128
 MAX_BODY_BYTES = 256 << 20
-SURROUNDINGS = 12
-#: how many tokens of Explanation.stored_tokens lie before the one that differs, at most.
-STORED_BEFORE = 16
 server: Any = importlib.import_module("mlx_lm.server")
 
 Json = dict[str, Any]
@@ -150,7 +146,7 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         generator = self.response_generator
         store, decode = generator.cache.store, generator.model_provider.tokenizer.decode
         assert store is not None
-        return generator.cache.beside(lambda: explained(store, decode, tokens))
+        return generator.cache.beside(lambda: explained(store.explain(tokens), decode, tokens))
 
     def _body(self) -> Json:
         length = int(self.headers.get("Content-Length") or 0)
@@ -167,29 +163,3 @@ class Handler(server.APIHandler):  # type: ignore[misc]
             "chat", "", body["messages"], body.get("tools") or None, body.get("role_mapping")
         )
         return self.response_generator.rendered(request, body.get("chat_template_kwargs"))
-
-
-def explained(
-    store: LineageStore, decode: Callable[[Sequence[int]], str], tokens: list[int]
-) -> Json:
-    """Why these tokens are not a longer hit, with the first differing token decoded."""
-    found = store.explain(tokens)
-    told = asdict(found)
-    stored = told.pop("stored_tokens")
-    told["prompt_tokens"] = len(tokens)
-    if found.position is not None:
-        told["asked_text"] = _around(decode, tokens, found.position)
-        told["stored_text"] = _around(decode, stored, min(found.position, STORED_BEFORE))
-    return told
-
-
-def _around(
-    decode: Callable[[Sequence[int]], str], tokens: Sequence[int], position: int
-) -> dict[str, str]:
-    """The token at ``position``, and the text before and behind it."""
-    pieces = {
-        "before": tokens[max(0, position - SURROUNDINGS) : position],
-        "token": tokens[position : position + 1],
-        "after": tokens[position + 1 : position + 1 + SURROUNDINGS],
-    }
-    return {name: str(decode(list(piece))) for name, piece in pieces.items()}

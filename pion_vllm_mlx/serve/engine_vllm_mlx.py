@@ -18,12 +18,10 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from pion_vllm_mlx import config
 from pion_vllm_mlx.cache import vllm_mlx_backend_prefill
-from pion_vllm_mlx.cache.lineage import LineageOptions
 from pion_vllm_mlx.cache.vllm_mlx_backend import (
     BackendSettings,
     install_vllm_mlx_backend,
@@ -39,6 +37,7 @@ from pion_vllm_mlx.serve.engine_child import (
 )
 from pion_vllm_mlx.serve.engine_vllm_mlx_app import EngineLayer
 from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
+from pion_vllm_mlx.serve.store_options import store_options
 
 log = logging.getLogger(__name__)
 
@@ -93,22 +92,9 @@ def parse(arguments: Sequence[str]) -> EngineArguments:
 
 def settings(arguments: EngineArguments) -> BackendSettings:
     """How the backend uses the store."""
-    flags = arguments.pion
-    if not flags.enabled:
-        return BackendSettings(options=None)
-    parts = {"tenant": arguments.link.tenant} if arguments.link.tenant else {}
-    return BackendSettings(
-        LineageOptions(
-            url=flags.url,
-            budget_bytes=flags.budget_bytes,
-            min_gain=max(1, flags.min_gain),
-            vquant=flags.vquant,
-            key_parts=parts,
-            checkpoints=config.ClientSwitches.from_environment().lineage,
-            resume=False,
-            durable=flags.durable_tokens > 0,
-        )
-    )
+    options = store_options(arguments.pion, arguments.link)
+    # its replies are not continued
+    return BackendSettings(None if options is None else replace(options, resume=False))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

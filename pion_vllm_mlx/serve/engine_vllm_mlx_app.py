@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from pion_vllm_mlx.cache.lineage import Explanation
@@ -23,12 +21,10 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_usage import (
     Send,
 )
 from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
+from pion_vllm_mlx.serve.explained import explained
 
 STATS, COUNT, EXPLAIN = "/v1/pion/stats", "/v1/pion/count_tokens", "/v1/pion/explain"
 CHAT = "/v1/chat/completions"
-SURROUNDINGS = 12
-#: how many tokens of Explanation.stored_tokens lie before the one that differs, at most
-STORED_BEFORE = 16
 
 Scope = Any
 Said = list[Message]
@@ -73,14 +69,14 @@ class EngineLayer:
             misses = [cache.last_miss for cache in installed_caches() if cache.last_miss]
             if misses:
                 last = max(misses, key=lambda miss: miss.at)
-                told = await explained(Rendered(last.core, last.tokens))
+                told = await explanation(Rendered(last.core, last.tokens))
             else:
                 told = {"sentence": "no request has missed so far"}
             await answer(send, 200, told)
             return
         rendered = await self._render(scope, body, send)
         if rendered is not None:
-            await answer(send, 200, await explained(rendered))
+            await answer(send, 200, await explanation(rendered))
 
     async def _render(self, scope: Scope, body: bytes, send: Send) -> Rendered | None:
         """The tokens of a chat body; None where it was refused, which has been answered."""
@@ -135,7 +131,7 @@ def stats() -> dict[str, Any]:
     return total
 
 
-async def explained(asked: Rendered) -> dict[str, Any]:
+async def explanation(asked: Rendered) -> dict[str, Any]:
     """Why these tokens are not a longer hit, with the first differing token decoded."""
     core, tokens = asked.core, asked.tokens
     store = core.scheduler.memory_aware_cache.store_or_none()
@@ -146,25 +142,7 @@ async def explained(asked: Rendered) -> dict[str, Any]:
         found: Explanation = store.explain(tokens)
     else:
         found = await asyncio.wrap_future(worker.submit(store.explain, tokens))
-    told = asdict(found)
-    stored = told.pop("stored_tokens")
-    told["prompt_tokens"] = len(tokens)
-    if found.position is not None:
-        decode = core.scheduler._actual_tokenizer.decode
-        told["asked_text"] = _around(decode, tokens, found.position)
-        # Of the stored prompt only the surroundings are told.
-        told["stored_text"] = _around(decode, stored, min(found.position, STORED_BEFORE))
-    return told
-
-
-def _around(decode: Any, tokens: Sequence[int], position: int) -> dict[str, str]:
-    """The token at ``position``, and the text before and behind it."""
-    pieces = {
-        "before": tokens[max(0, position - SURROUNDINGS) : position],
-        "token": tokens[position : position + 1],
-        "after": tokens[position + 1 : position + 1 + SURROUNDINGS],
-    }
-    return {name: str(decode(list(piece))) for name, piece in pieces.items()}
+    return explained(found, core.scheduler._actual_tokenizer.decode, tokens)
 
 
 async def answer(send: Send, status: int, value: Any) -> None:

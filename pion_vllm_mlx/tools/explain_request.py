@@ -138,7 +138,7 @@ def _told(options: argparse.Namespace, words: Sequence[str], body: Json | None) 
 
 
 def _without_serve(options: argparse.Namespace, words: Sequence[str], body: Json) -> Json:
-    from pion_vllm_mlx.serve.engine_mlx_lm_http import explained
+    from pion_vllm_mlx.serve.explained import explained
     from pion_vllm_mlx.tools.served_model import ServedModel, with_served_model
 
     api, normalize = options.api or api_of(body), not options.no_normalize
@@ -149,7 +149,7 @@ def _without_serve(options: argparse.Namespace, words: Sequence[str], body: Json
         store = served.open_store()
         try:
             tokens, _ = served.rendered(chat)
-            found.append(explained(store, served.tokenizer.decode, tokens))
+            found.append(explained(store.explain(tokens), served.tokenizer.decode, tokens))
         finally:
             store.close()
         return 0

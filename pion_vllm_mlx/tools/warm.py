@@ -16,8 +16,8 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from pion_vllm_mlx.cache.leading_system import OTHER_USER, leading_system
 from pion_vllm_mlx.cache.lineage import LineageStore
-from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import OTHER_USER, leading_system
 from pion_vllm_mlx.errors import ConfigError, PionError
 from pion_vllm_mlx.serve.chat_form import APIS
 from pion_vllm_mlx.serve.engine_mlx_lm_single import Prefill

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pion_vllm_mlx import config
+from pion_vllm_mlx.cache.leading_system import OTHER_USER
 from pion_vllm_mlx.cache.lineage import LineageStore, anchor_length
 from pion_vllm_mlx.cache.vllm_mlx_backend import (
     install_vllm_mlx_backend,
     uninstall_vllm_mlx_backend,
 )
-from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import OTHER_USER
 from pion_vllm_mlx.cache.vllm_mlx_backend_usage import Rendered
 from pion_vllm_mlx.errors import ConfigError, PionError
 from pion_vllm_mlx.serve.engine_child import EngineLink
