@@ -150,9 +150,10 @@ def _version() -> str | None:
 
 
 def _module(name: str) -> types.ModuleType | None:
+    """The module, None where importing it fails: a report is wanted of broken ones too."""
     try:
         return importlib.import_module(name)
-    except (ImportError, OSError):
+    except (ImportError, OSError, RuntimeError, AttributeError, TypeError, ValueError):
         return None
 
 
