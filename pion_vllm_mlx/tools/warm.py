@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,14 +34,19 @@ _PREFILL_FLAGS = ("prefill_step_size", "kv_bits", "kv_group_size", "quantized_kv
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The command; 0 when every file is stored, 1 otherwise."""
+    """The command; 0 when every file is stored, 1 otherwise. With vllm-mlx it ends the process."""
     parser = _parser()
     options, words = parser.parse_known_args(list(arguments))
     bodies = [(str(path), _body(path, options)) for path in options.files]
     words = ["--model", options.model, *words]
     flags = PionFlags.from_options(options)
     if options.engine == "vllm-mlx":
-        return _warm_vllm_mlx(flags, words, bodies, options)
+        code = _warm_vllm_mlx(flags, words, bodies, options)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Everything is stored and closed. MLX's own streams of vllm-mlx's thread would now and
+        # then abort the process in its static destructors, as those of the engine would.
+        os._exit(code)
 
     def use(served: ServedModel) -> int:
         return _warm_all(served, bodies, options)
