@@ -18,7 +18,7 @@ from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import Cut, LineageOptions, LineageStore, Match, policy
 from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
-from pion_vllm_mlx.cache.vllm_mlx_backend_live import LiveTier, Tokens, check_length
+from pion_vllm_mlx.cache.live_tier import LiveTier, Tokens, check_length
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
 
 log = logging.getLogger(__name__)

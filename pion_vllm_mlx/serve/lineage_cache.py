@@ -36,7 +36,7 @@ from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore, Match
 from pion_vllm_mlx.cache.lineage.tokens import token_ids
 from pion_vllm_mlx.cache.lineage.types import KEEP_KINDS, KeepKind
-from pion_vllm_mlx.cache.vllm_mlx_backend_live import MAX_CHECKPOINTS, LiveTier
+from pion_vllm_mlx.cache.live_tier import MAX_CHECKPOINTS, LiveTier
 from pion_vllm_mlx.errors import UnsupportedCache
 from pion_vllm_mlx.serve.lineage_cache_beside import Beside, Blocking
 from pion_vllm_mlx.serve.lineage_cache_handles import owned, recurrent, settled

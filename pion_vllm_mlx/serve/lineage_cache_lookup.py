@@ -12,7 +12,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from pion_vllm_mlx.cache.lineage import LineageStore, Restored
-from pion_vllm_mlx.cache.vllm_mlx_backend_live import LiveTier
+from pion_vllm_mlx.cache.live_tier import LiveTier
 from pion_vllm_mlx.errors import UnsupportedCache
 from pion_vllm_mlx.serve.lineage_cache_handles import owned
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan

@@ -13,7 +13,7 @@ import numpy as np
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import Cut, Match, Restored
 from pion_vllm_mlx.cache.lineage.journal import ReplyJournal
-from pion_vllm_mlx.cache.vllm_mlx_backend_live import LiveHit
+from pion_vllm_mlx.cache.live_tier import LiveHit
 
 #: prefills of fewer tokens say nothing about a rate.
 LEAST_MEASURED_TOKENS = 64

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
-from pion_vllm_mlx.cache.vllm_mlx_backend_live import (
+from pion_vllm_mlx.cache.live_tier import (
     LiveTier,
     common_tokens,
     encode,
