@@ -143,7 +143,6 @@ def test_handing_caches_over_computes_nothing_and_takes_as_many_calls_for_more_r
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_that_were_lent_are_stored_as_they_were(family: str, server: RunningServer) -> None:
-    """FAULTS 7 and 14."""
     model = tiny_model(family)
     prompt = token_ids(150, 3)
     first = opened(server, model, test="lent")
@@ -204,7 +203,6 @@ def test_the_store_is_asked_and_read_beside_the_thread_that_generates(
 def test_a_request_does_not_wait_for_ever_for_others_to_be_looked_up(
     server: RunningServer,
 ) -> None:
-    """FAULTS 15."""
     model, prompt = tiny_model("llama"), token_ids(100, 6)
     options = LineageOptions(url=f"tcp://127.0.0.1:{server.port}", deadline_seconds=0.01)
     cache = LineageCache(options, CacheLimits(64))
@@ -349,7 +347,7 @@ def test_an_end_is_told_with_its_own_caches_and_not_before() -> None:
 
 
 def test_caches_of_a_model_never_reach_the_tiers_of_the_next(server: RunningServer) -> None:
-    """FAULTS 1: what is still to be kept when the model is changed."""
+    """What is still to be kept when the model is changed."""
     model, other = tiny_model("llama"), tiny_model("llama", rope_theta=77.0)
     cache = opened(server, model, test="changed")
     prompts = [token_ids(80, seed) for seed in (21, 22)]

@@ -153,7 +153,6 @@ def test_explain_names_the_first_token_that_differs(opened: Opener) -> None:
 
 
 def test_explain_names_the_field_of_the_key_that_differs(opened: Opener) -> None:
-    """FAULTS 9."""
     model = tiny_model("llama")
     ids = prompt(100, 7)
     mine = opened(model, key_parts={"tenant": "mine"})
