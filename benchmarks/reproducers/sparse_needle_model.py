@@ -64,10 +64,12 @@ class Reader:
         tops: Sequence[int],
     ) -> dict[str, Any]:
         shares = {
-            f"{min(100.0, 100 * top * block / len(self._text)):.1f}%": hits.get((selector, top), 0)
+            f"{min(100.0, 100 * top * block / len(self._text)):.1f}%": round(
+                hits.get((selector, top), 0) / max(1, asked), 3
+            )
             for top in tops
         }
-        return {"selector": selector, "found_densely": asked, "found_by_share": shares}
+        return {"selector": selector, "found_densely": asked, "recall_by_share": shares}
 
     def _planted(self, needle: str, number: str, depth: float) -> tuple[list[int], list[int], int]:
         """The context, the beginning of the needle's sentence, and its first new token."""
