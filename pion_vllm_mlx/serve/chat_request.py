@@ -14,6 +14,12 @@ from pion_vllm_mlx.serve.normalize import normalize_messages
 MODEL = "default_model"
 #: fields of a message's part that name what is to be looked at.
 _MEDIA = ("image_url", "image", "video_url", "video", "audio_url", "audio")
+#: what the engine says to a template itself, or reads its answer by.
+_TEMPLATE_OWN = frozenset(
+    "conversation messages tools tokenize add_generation_prompt continue_final_message padding "
+    "truncation max_length return_tensors return_dict return_assistant_tokens_mask "
+    "tokenizer_kwargs".split()
+)
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
@@ -33,6 +39,7 @@ def chat_body(body: Json, *, normalize: bool = True, fetch: bool = False) -> Jso
             _check_media(message.get("content"), f"{where}content[]")
     messages = [_known_role(message) for message in messages]
     checks.objects(body, "tools")
+    checks.flag(body, "logprobs")
     return {
         **_common(body),
         "messages": normalize_messages(messages) if normalize else messages,
@@ -46,6 +53,8 @@ def completion_body(body: Json) -> Json:
         prompt = prompt[0]
     if not isinstance(prompt, str):
         raise bad_request("prompt must be a string")
+    if not prompt:
+        raise bad_request("prompt must not be empty")
     return {**_common(body), "prompt": prompt}
 
 
@@ -73,9 +82,23 @@ def _common(body: Json) -> Json:
         raise bad_request("n must be 1: one reply a request")
     requested_model(body)
     checks.stops(body, "stop")
+    _check_template_settings(body)
+    checks.mapping(body, "role_mapping")
+    for name, flag in (("adapters", "--adapter-path"), ("draft_model", "--draft-model")):
+        if body.get(name) not in (None, MODEL):
+            raise bad_request(f"{name} cannot be chosen by a request: see serve's {flag}")
+    seed = checks.seed(body, "seed")
     # Absent and null mean the same, but not to every engine.
     given = {name: value for name, value in body.items() if value is not None}
+    if seed is not None:
+        given["seed"] = seed
     return {**given, "model": MODEL}
+
+
+def _check_template_settings(body: Json) -> None:
+    name = "chat_template_kwargs"
+    for setting in sorted(_TEMPLATE_OWN.intersection(checks.mapping(body, name))):
+        raise bad_request(f"{name}.{setting} is the engine's own")
 
 
 def _known_role(message: Json) -> Json:
@@ -107,6 +130,8 @@ def _check_message(message: Json, where: str) -> None:
             kind = checks.text(part, "type", f"{where}content[].")
             if kind == "text":
                 checks.text(part, "text", f"{where}content[].")
-    for call in checks.objects(message, "tool_calls", where):
+    for index, call in enumerate(checks.objects(message, "tool_calls", where)):
+        called = f"{where}tool_calls[{index}].function"
         if not isinstance(call.get("function"), dict):
-            raise bad_request(f"{where}tool_calls[].function must be an object")
+            raise bad_request(f"{called} must be an object")
+        checks.object_text(call["function"], "arguments", f"{called}.")

@@ -16,6 +16,12 @@ HI = {"role": "user", "content": "hi"}
 HEADER = "x-anthropic-billing-header: 1"
 
 
+def called(arguments: Any) -> Json:
+    """An assistant's message with one call."""
+    function = {"name": "f", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "1", "function": function}]}
+
+
 def test_any_model_name_is_the_one_model() -> None:
     assert chat_body({"model": "gpt-9", "messages": [HI]})["model"] == "default_model"
     assert completion_body({"prompt": "x"})["model"] == "default_model"
@@ -64,6 +70,19 @@ def test_what_the_engine_knows_passes_through_and_null_means_absent() -> None:
         ({"messages": [HI], "stop": 5}, "stop"),
         ({"messages": [HI], "tools": "x"}, "tools"),
         ({"messages": [HI], "model": 5}, "model"),
+        ({"messages": [HI], "seed": 1 << 70}, "seed"),
+        ({"messages": [HI], "seed": "a"}, "seed"),
+        ({"messages": [HI], "adapters": "/nowhere"}, "adapters"),
+        ({"messages": [HI], "draft_model": "/nowhere"}, "draft_model"),
+        ({"messages": [HI], "role_mapping": "x"}, "role_mapping"),
+        ({"messages": [HI], "chat_template_kwargs": "x"}, "chat_template_kwargs"),
+        ({"messages": [HI], "chat_template_kwargs": {"tokenize": False}}, "kwargs.tokenize"),
+        ({"messages": [HI], "chat_template_kwargs": {"return_dict": True}}, "kwargs.return_dict"),
+        ({"messages": [HI], "logprobs": "x"}, "logprobs"),
+        ({"messages": [called("{bad")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [called("[1]")]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [called(5)]}, "messages[0].tool_calls[0].function.arguments"),
+        ({"messages": [called('{"a": "\\ud800"}')]}, "tool_calls[0].function.arguments"),
     ],
 )
 def test_a_wrong_chat_field_is_refused_by_its_name(body: Json, named: str) -> None:
@@ -72,7 +91,37 @@ def test_a_wrong_chat_field_is_refused_by_its_name(body: Json, named: str) -> No
     assert (refused.value.status, named in refused.value.message) == (400, True)
 
 
-@pytest.mark.parametrize("prompt", [None, 5, ["a", "b"], [1, 2]])
+@pytest.mark.parametrize("arguments", ["", "{}", '{"a": 1}', {"a": 1}, None])
+def test_arguments_of_a_call_are_an_object_as_text_or_as_itself(arguments: Any) -> None:
+    assert chat_body({"messages": [called(arguments)]})["messages"] == [called(arguments)]
+
+
+@pytest.mark.parametrize(("given", "sent"), [(-1, (1 << 64) - 1), (0, 0), (1 << 63, 1 << 63)])
+def test_a_seed_of_64_bits_with_or_without_a_sign_is_taken(given: int, sent: int) -> None:
+    assert chat_body({"messages": [HI], "seed": given})["seed"] == sent
+
+
+def test_the_loaded_model_s_own_adapter_and_draft_may_be_named() -> None:
+    own = {"adapters": None, "draft_model": "default_model", "chat_template_kwargs": {"x": 1}}
+    assert chat_body({"messages": [HI], **own})["chat_template_kwargs"] == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    ("raw", "named"),
+    [
+        (b'{"prompt": "a\\ud800b"}', "prompt"),
+        (b'{"messages": [{"role": "user", "content": "\\uDC00"}]}', "messages[0].content"),
+        (b'{"tools": [{"\\ud83d": 1}]}', "tools[0]"),
+    ],
+)
+def test_half_a_character_is_refused_by_its_field(raw: bytes, named: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        parse_object(raw)
+    assert (refused.value.status, named in refused.value.message) == (400, True)
+    assert parse_object(b'{"prompt": "\\ud83d\\ude00"}')["prompt"] == "\U0001f600"
+
+
+@pytest.mark.parametrize("prompt", [None, 5, ["a", "b"], [1, 2], "", [""]])
 def test_a_prompt_is_one_string(prompt: Any) -> None:
     assert completion_body({"prompt": ["a"]})["prompt"] == "a"
     with pytest.raises(ApiError, match="prompt"):
