@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -17,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pion_vllm_mlx.serve import anthropic_request, chat_request, responses_request
 from pion_vllm_mlx.serve.anthropic_reply import AnthropicReply
-from pion_vllm_mlx.serve.api_errors import ApiError
+from pion_vllm_mlx.serve.api_errors import ApiError, bad_request
 from pion_vllm_mlx.serve.chat_form import chat_form
 from pion_vllm_mlx.serve.chat_reply import ChatReply, CompletionReply
 from pion_vllm_mlx.serve.checks import Json
@@ -152,6 +151,8 @@ class Front:
         self, request: Request, path: str, sent: Json, reply: Reply, body: Json
     ) -> ASGIApp:
         stream = body.get("stream") is True
+        if body.get("logprobs") and not self.supervisor.command.logprobs:
+            raise bad_request("logprobs: this engine gives none")
         if not stream and body.get("logprobs") and isinstance(reply, ChatReply | CompletionReply):
             # Only an answer that does not stream has them.
             return self._forward("POST", path, sent)
@@ -175,9 +176,7 @@ class _Forwarded:
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            async with self.supervisor.lease() as engine:
-                asked = engine.get(self.path) if self.method == "GET" else self._post(engine)
-                answer = await asked
+            async with self.supervisor.asking(self._answer) as answer:
                 if answer.status == 404 and self.path.startswith("/v1/pion/"):
                     reason = error_text(answer.body)
                     raise ApiError(501, f"this engine does not answer {self.path}: {reason}")
@@ -187,8 +186,12 @@ class _Forwarded:
             answered = error_response(error, shape_of(scope["path"]))
         await answered(scope, receive, send)
 
-    def _post(self, engine: EngineClient) -> Coroutine[Any, Any, Answer]:
-        return engine.post(self.path, self.body)
+    @contextlib.asynccontextmanager
+    async def _answer(self, engine: EngineClient) -> AsyncIterator[Answer]:
+        if self.method == "GET":
+            yield await engine.get(self.path)
+        else:
+            yield await engine.post(self.path, self.body)
 
 
 def _model_entry(name: str) -> Json:

@@ -35,6 +35,7 @@ errors                      a status and ``{"error": text}`` or ``{"error": {"me
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hmac
 import json
 import logging
@@ -105,11 +106,17 @@ def authorized(link: EngineLink, authorization: str | None) -> bool:
 
 
 def report_ready(link: EngineLink, port: int, model: str) -> None:
-    """Tell the front where the engine listens, once; the pipe is closed then."""
+    """Tell the front where the engine listens, once; the pipe is closed then.
+
+    A front that has gone meanwhile is the lifeline's business.
+    """
     if link.ready_fd is None:
         return
     line = json.dumps({"port": port, "model": model}) + "\n"
-    with os.fdopen(link.ready_fd, "wb", closefd=True) as pipe:
+    with (
+        contextlib.suppress(BrokenPipeError),
+        os.fdopen(link.ready_fd, "wb", buffering=0) as pipe,
+    ):
         pipe.write(line.encode())
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 
@@ -20,9 +21,18 @@ from pion_vllm_mlx.serve.chat_request import MODEL
 from pion_vllm_mlx.serve.checks import Json
 from pion_vllm_mlx.serve.sse import DONE, Decoder
 
+log = logging.getLogger("pion_vllm_mlx.serve")
+
 READ_BYTES = 64 << 10
 #: of an answer that does not stream.
 MAX_ANSWER_BYTES = 64 << 20
+
+
+class Unanswered(ApiError):
+    """The engine was gone before it had answered anything: 502, unless another can be asked."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(502, message, "engine_gone")
 
 
 @dataclass(frozen=True)
@@ -73,7 +83,7 @@ class EngineClient:
         before its end, or tells of an error.
         """
         async with self._connect() as link:
-            status = await link.request("POST", path, self._encode(body))
+            status = await link.status("POST", path, self._encode(body))
             if status >= 400:
                 raise from_engine(status, error_text(await link.read_all()))
             yield _chunks(link)
@@ -84,13 +94,16 @@ class EngineClient:
 
     async def _exchange(self, method: str, path: str, body: bytes) -> Answer:
         async with self._connect() as link:
-            status = await link.request(method, path, body)
+            status = await link.status(method, path, body)
             return Answer(status, await link.read_all())
 
     @contextlib.asynccontextmanager
     async def _connect(self) -> AsyncIterator[_Link]:
-        with _broken_off():
+        try:
             reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        except OSError as error:
+            log.debug("no connection to the engine: %s", error)
+            raise Unanswered("the engine takes no connections") from error
         try:
             yield _Link(reader, writer, self.key)
         finally:
@@ -100,11 +113,15 @@ class EngineClient:
 
 @contextlib.contextmanager
 def _broken_off() -> Iterator[None]:
-    """Whatever goes wrong between the engine and us is one ``ApiError`` 502."""
+    """Whatever goes wrong between the engine and us is one ``ApiError`` 502, without its jargon."""
     try:
         yield
-    except (OSError, h11.ProtocolError, ValueError) as error:
-        raise engine_gone(f"the engine broke off: {error or type(error).__name__}") from error
+    except OSError as error:
+        log.debug("the engine's connection: %s", error)
+        raise engine_gone("the engine broke off its connection") from error
+    except (h11.ProtocolError, ValueError) as error:
+        log.debug("the engine's answer: %s", error)
+        raise engine_gone("the engine broke off in the middle of its answer") from error
 
 
 class _Link:
@@ -115,9 +132,18 @@ class _Link:
     ) -> None:
         self._reader, self._writer, self._key = reader, writer, key
         self._state = h11.Connection(h11.CLIENT)
+        self._heard = False
 
-    async def request(self, method: str, path: str, body: bytes) -> int:
-        """Send it; the status of the answer."""
+    async def status(self, method: str, path: str, body: bytes) -> int:
+        """Send a request; the status of its answer. Raises ``Unanswered``."""
+        try:
+            return await self._request(method, path, body)
+        except ApiError as error:
+            if self._heard:
+                raise
+            raise Unanswered("the engine closed the connection without an answer") from error
+
+    async def _request(self, method: str, path: str, body: bytes) -> int:
         headers = [
             ("Host", "127.0.0.1"),
             ("Authorization", f"Bearer {self._key}"),
@@ -165,7 +191,9 @@ class _Link:
             with _broken_off():
                 event = self._state.next_event()
                 if event is h11.NEED_DATA:
-                    self._state.receive_data(await self._reader.read(READ_BYTES))
+                    data = await self._reader.read(READ_BYTES)
+                    self._heard = self._heard or bool(data)
+                    self._state.receive_data(data)
                     continue
             if isinstance(event, h11.Event):
                 return event

@@ -40,7 +40,7 @@ class EngineCommand:
 
     ``tenant``: whose prefixes it stores; ``model``: what it is called until it says itself.
     ``asked_by_name``: the engine answers only requests for the model by the name that it told,
-    none for ``default_model``.
+    none for ``default_model``. ``logprobs``: it can tell log probabilities.
     """
 
     module: str
@@ -48,6 +48,7 @@ class EngineCommand:
     tenant: str = field(default="", repr=False)
     model: str = "default_model"
     asked_by_name: bool = False
+    logprobs: bool = True
 
 
 class EngineProcess:

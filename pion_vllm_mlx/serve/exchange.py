@@ -62,10 +62,8 @@ class Exchange:
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = _Client(send)
         try:
-            async with (
-                self.supervisor.lease() as engine,
-                engine.stream(self.path, streamed(self.body)) as chunks,
-            ):
+            body = streamed(self.body)
+            async with self.supervisor.asking(lambda on: on.stream(self.path, body)) as chunks:
                 await self._tell(chunks, client)
         except ApiError as error:
             self.record.note = error.message

@@ -68,7 +68,9 @@ class FrontMetrics:
             self.tokens.labels(kind)
 
     def count(self, record: RequestRecord, seconds: float) -> None:
-        """Enter a request that is over."""
+        """Enter a request that is over; a probe's refusal while a model loads is no failure."""
+        if record.endpoint == "probe":
+            return
         self.requests.labels(record.endpoint, str(record.status)).inc()
         self.seconds.labels(record.endpoint).observe(seconds)
         if record.first_token is not None:

@@ -1,7 +1,8 @@
 """What every request passes first, and what is noted of it last.
 
-In this order: the origin (a web page in the user's browser must not talk to a local model unless
-it was allowed to), the API key, and whether the server is shutting down.  Then the request runs;
+In this order: the host and the origin (a web page in the user's browser must not talk to a local
+model unless it was allowed to, nor may one whose name was rebound to this machine), the API key,
+and whether the server is shutting down.  Then the request runs;
 at its end one line goes to the log.
 """
 
@@ -10,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -29,6 +32,9 @@ log = logging.getLogger("pion_vllm_mlx.serve")
 
 RECORD = "pion.record"
 _LOCAL_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
+#: names of this machine that no page on the web can have; the latter are what containers call it.
+_LOCAL_HOST = re.compile(r"(.+\.)?localhost|host\.(docker|containers)\.internal")
+_HOST = re.compile(r"(\[[^\]]*\]|[^:\[\]]*)(:\d*)?")
 _CORS = {"Access-Control-Allow-Methods": "*", "Access-Control-Allow-Headers": "*"}
 
 
@@ -56,6 +62,18 @@ class Door:
         allowed = self.allowed_origins
         return "*" in allowed or origin in allowed or bool(_LOCAL_ORIGIN.fullmatch(origin))
 
+    def admits_host(self, host: str) -> bool:
+        """Whether a request may call us ``host``; a page whose name is rebound to us has no key.
+
+        An address is what it is: only names can be rebound.
+        """
+        if self.api_key is not None or "*" in self.allowed_origins:
+            return True
+        parted = _HOST.fullmatch(host.lower())
+        name = parted[1].rstrip(".") if parted else ""
+        named = {urlsplit(origin).hostname for origin in self.allowed_origins}
+        return name in named or bool(_LOCAL_HOST.fullmatch(name)) or _is_address(name)
+
     def admits(self, headers: Headers) -> bool:
         """Whether a request brings the key, as a bearer token or as ``x-api-key``."""
         if self.api_key is None:
@@ -65,6 +83,14 @@ class Door:
         # Each is compared, whatever the other said: the time tells nothing.
         right = [_same(word.strip(), self.api_key) for word in given]
         return any(right)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
 
 
 def _same(given: str, key: str) -> bool:
@@ -114,8 +140,10 @@ class Gate:
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        origin = headers.get("origin")
+        origin, host = headers.get("origin"), headers.get("host")
         try:
+            if host is not None and not self._door.admits_host(host):
+                raise ApiError(403, f"host {host} is not allowed: see --allowed-origins")
             if origin is not None and not self._door.admits_origin(origin):
                 raise ApiError(403, f"origin {origin} is not allowed: see --allowed-origins")
             if scope["method"] == "OPTIONS":
@@ -186,7 +214,8 @@ def _receipt_words(receipt: dict[str, Any]) -> Iterable[str]:
         yield f"resumed={receipt['resumed_tokens']}"
     for name, value in receipt.items():
         if isinstance(value, (str, int, float)) and value != "" and "tokens" not in name:
-            shown = f"{value:.1f}" if isinstance(value, float) else str(value)
+            # What rounds to nothing has no sign.
+            shown = str(round(value, 1) or 0.0) if isinstance(value, float) else str(value)
             text = _one_line(shown)
             yield f'{name}="{text}"' if " " in text else f"{name}={text}"
 

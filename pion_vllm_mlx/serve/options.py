@@ -24,18 +24,19 @@ _HELP_SECONDS = 60.0
 class Engine:
     """An engine that can be chosen: its module, the package it needs, the extra that brings it.
 
-    ``asked_by_name``: see ``EngineCommand``.
+    ``asked_by_name``, ``logprobs``: see ``EngineCommand``.
     """
 
     module: str
     package: str
     extra: str
     asked_by_name: bool = False
+    logprobs: bool = True
 
 
 ENGINES = {
     "mlx-lm": Engine("pion_vllm_mlx.serve.engine_mlx_lm", "mlx_lm", "mlx"),
-    "vllm-mlx": Engine("pion_vllm_mlx.serve.engine_vllm_mlx", "vllm_mlx", "vllm-mlx", True),
+    "vllm-mlx": Engine("pion_vllm_mlx.serve.engine_vllm_mlx", "vllm_mlx", "vllm-mlx", True, False),
 }
 
 
@@ -70,6 +71,7 @@ class ServeOptions:
             tenant_of(self.api_key),
             self._model(),
             engine.asked_by_name,
+            engine.logprobs,
         )
 
     def _model(self) -> str:
@@ -114,7 +116,8 @@ def build_parser() -> argparse.ArgumentParser:
         type=_words,
         default=(),
         metavar="A,B",
-        help="web pages that may ask, * for all (default: those served on this machine)",
+        help="web pages that may ask, * for all (default: those served on this machine); without "
+        "an --api-key also the names, beside this machine's own, under which serve may be reached",
     )
     group.add_argument(
         "--log-level", type=str.upper, choices=LOG_LEVELS, default="INFO", metavar="LEVEL"

@@ -2,8 +2,8 @@
 
 A request holds a *lease* while it uses the engine.  Without ``unload_after`` the engine is
 started with the front; with it, on demand, and stopped after so many seconds without a lease.
-Either way an engine that has died is started again by the next lease; those that were using it
-see their connection break.
+Either way an engine that has died is started again by the next lease; those that were being
+answered see their connection break, and those that were not yet ask the next engine, once.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pion_vllm_mlx.serve.api_errors import ApiError, engine_gone, unavailable
-from pion_vllm_mlx.serve.engine_client import EngineClient
+from pion_vllm_mlx.serve.engine_client import EngineClient, Unanswered
 from pion_vllm_mlx.serve.engine_process import (
     EngineCommand,
     EngineFailed,
@@ -30,6 +31,8 @@ log = logging.getLogger("pion_vllm_mlx.serve")
 START_SECONDS = 300.0
 _SICK_SECONDS = 5.0
 _DEATH_SECONDS = 1.0
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -97,6 +100,29 @@ class Supervisor:
             self.counters.in_flight -= 1
             if not self.counters.in_flight:
                 self._await_idleness()
+
+    @contextlib.asynccontextmanager
+    async def asking(
+        self, ask: Callable[[EngineClient], AbstractAsyncContextManager[T]]
+    ) -> AsyncIterator[T]:
+        """What ``ask`` gives of the engine, under a lease.
+
+        Where the engine died before it answered anything, the next one is asked, once: a
+        request that comes just behind a death had no part in it.
+        """
+        for again in (True, False):
+            async with contextlib.AsyncExitStack() as held:
+                try:
+                    engine = await held.enter_async_context(self.lease())
+                    process = self._engine
+                    answer = await held.enter_async_context(ask(engine))
+                except Unanswered as error:
+                    if not again or not await _has_died(process):
+                        raise
+                    log.warning("%s; the next one is asked", error)
+                    continue
+                yield answer
+                return
 
     async def start(self) -> EngineClient:
         """Start the engine now. Raises ``EngineFailed``; takes what loading takes."""
@@ -209,3 +235,11 @@ class Supervisor:
         self._engine = None
         async with self._lock:
             await engine.stop()
+
+
+async def _has_died(engine: EngineProcess | None) -> bool:
+    """Whether an engine that does not answer is over, which is known in a moment."""
+    if engine is not None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(engine.ended.wait(), _DEATH_SECONDS)
+    return engine is None or engine.ended.is_set()

@@ -14,8 +14,10 @@ from typing import Any
 
 import anthropic
 import openai
+import psutil
 import pytest
 
+from pion_vllm_mlx.serve.engine_child import EngineLink, report_ready
 from tests.serve.front import Front, alive, running_front, until
 
 CHAT = "/v1/chat/completions"
@@ -71,6 +73,52 @@ def test_a_dead_engine_is_a_502_and_the_next_request_starts_another(tmp_path: Pa
         os.kill(second, signal.SIGKILL)
         until(lambda: "ended with code -9" in front.output().partition(str(second))[2], "its end")
         assert front.request("/v1/messages", said("say again", max_tokens=5))[0] == 200
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages/count_tokens"])
+def test_a_request_that_a_dead_engine_never_answered_is_answered_by_the_next(
+    tmp_path: Path, path: str
+) -> None:
+    with running_front(tmp_path) as front, ThreadPoolExecutor() as pool:
+        (first,) = front.engine_pids()
+        os.kill(first, signal.SIGSTOP)  # it takes the connection and says nothing
+        asked = pool.submit(front.request, path, said("say it again", max_tokens=5))
+        until(lambda: connected(front.pid, first), "the front's connection")
+        os.kill(first, signal.SIGKILL)
+        status, body = asked.result(timeout=60)
+        assert status == 200, body
+        assert len(front.engine_pids()) == 2
+
+
+def connected(front: int, engine: int) -> bool:
+    """Whether the front has a connection to the engine, after those that asked for its health."""
+    (port,) = [
+        one.laddr.port
+        for one in psutil.Process(engine).net_connections("tcp")
+        if one.status == psutil.CONN_LISTEN
+    ]
+    return any(
+        one.raddr and one.raddr.port == port and one.status == psutil.CONN_ESTABLISHED
+        for one in psutil.Process(front).net_connections("tcp")
+    )
+
+
+def test_an_engine_that_dies_is_told_of_in_plain_words(tmp_path: Path) -> None:
+    with running_front(tmp_path) as front:
+        message = front.request(CHAT, said("die"))[1]["error"]["message"]
+        assert message in (
+            "the engine broke off its connection",
+            "the engine broke off in the middle of its answer",
+            "the engine ended in the middle of its reply",
+        )
+
+
+def test_a_front_that_has_gone_costs_its_engine_no_traceback(tmp_path: Path) -> None:
+    ready, ready_write = os.pipe()
+    os.close(ready)
+    report_ready(EngineLink(ready_fd=ready_write), 1, "m")
+    with pytest.raises(OSError):
+        os.fstat(ready_write)
 
 
 def test_streams_of_a_dying_engine_end_with_an_error(tmp_path: Path) -> None:

@@ -64,7 +64,8 @@ def test_a_huge_body_is_a_413_before_it_is_read(front: Front, path: str) -> None
 def test_a_body_that_never_ends_is_refused_at_the_limit(front: Front) -> None:
     piece = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
     with socket.create_connection(("127.0.0.1", front.port), timeout=60) as raw:
-        raw.sendall(b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        head = b"POST /v1/messages HTTP/1.1\r\nHost: localhost\r\n"
+        raw.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
         # It answers and closes while we are still sending, or reads no further.
         with pytest.raises(OSError):
             for _ in range(3 * (MAX_BODY_BYTES >> 20)):
@@ -198,6 +199,66 @@ def test_explain_takes_any_apis_body_and_none_at_all(front: Front) -> None:
     status, answer = front.request("/v1/pion/explain?api=responses", {"input": "hi"})
     assert answer["asked"]["messages"] == [{"role": "user", "content": "hi"}]
     assert front.request("/v1/pion/explain?api=other", HI)[0] == 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_are_refused_where_the_engine_has_none(
+    tmp_path: Path, stream: bool
+) -> None:
+    body = {**HI, "logprobs": True, "stream": stream}
+    with running_front(tmp_path, "--engine", "vllm-mlx") as running:
+        status, answer = running.request(POSTS[2], body)
+        assert (status, "logprobs" in answer["error"]["message"]) == (400, True)
+        assert running.request(POSTS[2], {**body, "logprobs": False, "stream": False})[0] == 200
+
+
+def test_an_empty_prompt_is_refused_before_the_engine(front: Front) -> None:
+    status, body = front.request("/v1/completions", {"prompt": "", "max_tokens": 2})
+    assert (status, "prompt" in body["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example", 403),
+        ("evil.example:8080", 403),
+        ("localhost.evil.example", 403),
+        ("127.0.0.1.evil.example", 403),
+        ("", 403),
+        ("[localhost", 403),
+        ("localhost:8080", 200),
+        ("LOCALHOST.", 200),
+        ("app.localhost", 200),
+        ("127.0.0.1", 200),
+        ("127.0.0.5:1", 200),
+        ("10.0.0.1:8080", 200),
+        ("[::1]:8080", 200),
+        ("host.docker.internal:8080", 200),
+    ],
+)
+def test_a_name_that_was_rebound_to_this_machine_is_kept_out(
+    front: Front, host: str, status: int
+) -> None:
+    for path in ("/v1/models", "/health"):
+        assert front.request(path, headers={"Host": host})[0] == status
+
+
+def test_a_host_is_anybody_s_where_a_key_is_asked_for_or_an_origin_names_it(
+    locked: Front, tmp_path: Path
+) -> None:
+    assert locked.request("/health", headers={"Host": "a.example"})[0] == 200
+    with running_front(tmp_path, "--allowed-origins", "https://a.example:8443") as running:
+        assert running.request("/v1/models", headers={"Host": "A.example"})[0] == 200
+        assert running.request("/v1/models", headers={"Host": "b.example"})[0] == 403
+
+
+def test_a_probe_of_a_model_that_loads_is_no_failed_request(tmp_path: Path) -> None:
+    with running_front(tmp_path, "--load-seconds", "900", healthy=False) as running:
+        assert running.request("/health")[0] == 503
+        running.request("/v1/models")
+        wanted = 'pion_requests_total{endpoint="/v1/models",status="200"}'
+        until(lambda: wanted in running.request("/metrics")[1]["text"], "the other's count")
+        assert 'status="503"' not in running.request("/metrics")[1]["text"]
 
 
 def test_metrics_count_requests_tokens_and_the_engines_numbers(front: Front) -> None:
