@@ -296,6 +296,7 @@ class PionPrefixCache:
             if self.settings.options is not None:
                 try:
                     self._store = LineageStore(self._model, self.settings.options)
+                    self._store.connect()  # the first look-up has not so much time
                 except PionError as reason:
                     self._tell(f"no store: {reason}")
         return self._store

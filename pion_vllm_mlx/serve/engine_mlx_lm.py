@@ -55,6 +55,15 @@ def lineage_options(
     )
 
 
+def named_entries(words: Sequence[str], cli: dict[str, Any]) -> int | None:
+    """mlx-lm's ``--prompt-cache-size`` where somebody gave it; its default suits few clients."""
+    flags = (word.split("=")[0] for word in words)
+    # argparse takes a beginning, too
+    least, whole = "--prompt-cache-s", "--prompt-cache-size"
+    named = any(flag.startswith(least) and whole.startswith(flag) for flag in flags)
+    return int(cli["prompt_cache_size"]) if named else None
+
+
 class Engine:
     """What stands in for ``mlx_lm.server.run``."""
 
@@ -78,7 +87,7 @@ class Engine:
         if group.size() > 1 and options is not None:
             log.warning("a model spread over %d processes is not stored", group.size())
             options = None
-        limits = CacheLimits(cli["prompt_cache_size"], cli.get("prompt_cache_bytes"))
+        limits = CacheLimits(named_entries(sys.argv, cli), cli.get("prompt_cache_bytes"))
         cache = LineageCache(options, limits)
         server.stream_generate = SingleRequests(
             server.stream_generate, cache, self._flags.durable_tokens

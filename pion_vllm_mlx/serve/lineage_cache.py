@@ -21,32 +21,30 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as TookTooLong
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
-from mlx_lm.models.cache import (
-    LRUPromptCache,
-    can_trim_prompt_cache,
-    make_prompt_cache,
-    trim_prompt_cache,
-)
+from mlx_lm.models.cache import make_prompt_cache
 
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore, Match
+from pion_vllm_mlx.cache.lineage.client import CONNECT_SECONDS, LineageClient, connect
 from pion_vllm_mlx.cache.lineage.tokens import token_ids
 from pion_vllm_mlx.cache.lineage.types import KEEP_KINDS, KeepKind
 from pion_vllm_mlx.cache.live_tier import MAX_CHECKPOINTS, LiveTier
 from pion_vllm_mlx.errors import UnsupportedCache
 from pion_vllm_mlx.serve.lineage_cache_beside import Beside, Blocking
 from pion_vllm_mlx.serve.lineage_cache_handles import owned, recurrent, settled
+from pion_vllm_mlx.serve.lineage_cache_limits import CacheLimits, PlainCache
 from pion_vllm_mlx.serve.lineage_cache_lookup import Tiers
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, Rate, Seen
 from pion_vllm_mlx.serve.lineage_cache_spread import Spread
 
+__all__ = ["BUSY", "CacheLimits", "LineageCache", "guarded"]
+
 log = logging.getLogger("pion_vllm_mlx.serve")
 
-UNBOUNDED_BYTES = 1 << 62
 MODEL_CHANGE_SECONDS = 2.0
 #: a request waits so many deadlines for others to be looked up, then it goes on without.
 MOST_DEADLINES = 10
@@ -57,35 +55,13 @@ REPLY = "assistant"
 T = TypeVar("T")
 
 
-class PlainCache(LRUPromptCache):
-    """mlx-lm's own cache, which leaves the last token of an exact repeat to compute."""
-
-    def fetch_nearest_cache(self, model: Any, tokens: list[int]) -> tuple[list[Any] | None, Any]:
-        """As mlx-lm's, but the rest is never empty: that would end the generation thread."""
-        caches, rest = super().fetch_nearest_cache(model, tokens)
-        if caches is None or rest:
-            return caches, rest
-        if not can_trim_prompt_cache(caches):
-            return None, tokens
-        trim_prompt_cache(caches, 1)
-        return caches, tokens[-1:]
-
-
-@dataclass(frozen=True)
-class CacheLimits:
-    """mlx-lm's own limits of its prompt cache: entries, and bytes (None: none)."""
-
-    entries: int = 10
-    num_bytes: int | None = None
-
-
 class LineageCache:
     """See the module's docstring.  ``options`` None: mlx-lm's own cache, and nothing else."""
 
     def __init__(self, options: LineageOptions | None, limits: CacheLimits) -> None:
         self._options = options
         self._limits = limits
-        self._plain = PlainCache(limits.entries)
+        self._plain = PlainCache(limits.plain_entries)
         self._live = LiveTier(0)
         self._store: LineageStore | None = None
         self._tiers: Tiers | None = None
@@ -101,6 +77,11 @@ class LineageCache:
         self.last_miss: Sequence[int] | None = None
         #: gives what is to be called when the caches that are handed over now have been kept.
         self.on_insert: Callable[[], Callable[[], None]] = lambda: _nothing
+        self._connect_by = time.monotonic() + CONNECT_SECONDS
+        self._door: LineageClient | None = None
+        if options is not None:  # while the weights are read
+            self._door = connect(options)
+            self._beside.ask(partial(self._door.reach, CONNECT_SECONDS))
 
     # -- the model --------------------------------------------------------------
 
@@ -124,11 +105,13 @@ class LineageCache:
             return
         states = MAX_CHECKPOINTS if store.wants_cuts else 1
         self._live = LiveTier(
-            self._limits.num_bytes or UNBOUNDED_BYTES,
-            max(1, self._limits.entries) * states,
+            self._limits.live_bytes(),
+            self._limits.live_entries(states),
             discard=self._beside.drop,
         )
         self._tiers = Tiers(store, self._live, recurrent(make_prompt_cache(model)))
+        left = max(store.options.deadline_seconds, self._connect_by - time.monotonic())
+        self._beside.ask(partial(store.connect, left))  # every look-up is behind it
 
     @property
     def store(self) -> LineageStore | None:
@@ -140,6 +123,8 @@ class LineageCache:
         """Writes what waits, and lets the store go."""
         if self._store is not None:
             self._store.close(timeout)
+        if self._door is not None:
+            self._door.close()
         self._beside.close()
 
     # -- one request, before it is served -----------------------------------------
@@ -280,7 +265,7 @@ class LineageCache:
 
     def _complete(self, plan: Plan, tiers: Tiers, anchor: int | None) -> None:
         if plan.tiers is not tiers:  # the first of a model: nobody else is being served
-            tiers.look_up(plan)
+            self.look_up(plan, _nothing)
         plan.common = max(plan.stored_common, tiers.live.common(plan.ids))
         plan.hit = tiers.live.find(plan.ids)
         held = plan.hit.length if plan.hit is not None else 0

@@ -22,6 +22,9 @@ from pion_vllm_mlx.config import ServerEnvironment
 from pion_vllm_mlx.errors import CommandError, DeadlineExceeded, StoreUnavailable
 
 _MOST_COMMANDS = 512
+_POLL_SECONDS = 0.05
+#: to wait for a store before the first request: one may be on its way up, or read its log.
+CONNECT_SECONDS = 15.0
 
 Commands = Sequence[Sequence[Any]]
 Decide = Callable[[Sequence[Any]], "Commands | None"]
@@ -42,6 +45,30 @@ class LineageClient(StoreClient):
             yield
         finally:
             self._local.ends_at = math.inf
+
+    def open(self) -> None:
+        """Finds the way to the server; starts an embedded one, which has time of its own.
+
+        Raises StoreUnavailable.
+        """
+        self.endpoint.door.through(lambda connection: None)
+
+    def reach(self, seconds: float) -> None:
+        """Waits up to ``seconds`` for a server that is slow, or on its way up, to answer.
+
+        Raises StoreUnavailable: at once where nobody listens.
+        """
+        ends_at = time.monotonic() + seconds
+        while True:
+            try:
+                self.open()
+                self.endpoint.door.through(lambda connection: connection.command("PING"))
+                return
+            except DeadlineExceeded:
+                if time.monotonic() >= ends_at:
+                    raise
+            while self.endpoint.door.paused() and time.monotonic() < ends_at:
+                time.sleep(_POLL_SECONDS)
 
     def pipeline(self, route: str, commands: Commands, num_bytes: int = 0) -> list[Any]:
         """The replies of commands sent together, refusals among them.

@@ -126,6 +126,7 @@ class LineageStore(Stored):
         try:
             self._renew_key()
             index = Index(self._front, self._key.names)
+            self._front.open()
             with self._front.within(self.options.deadline_seconds):
                 found = index.find(ids, whole=self._shape.wants_cuts)
         except PionError as error:

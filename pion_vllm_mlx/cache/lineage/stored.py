@@ -6,7 +6,7 @@ Nothing here touches an array: no engine is needed, and none is held up.
 from __future__ import annotations
 
 from pion_vllm_mlx.cache.lineage.branching import Branching
-from pion_vllm_mlx.cache.lineage.client import LineageClient
+from pion_vllm_mlx.cache.lineage.client import CONNECT_SECONDS, LineageClient
 from pion_vllm_mlx.cache.lineage.conversations import Conversations
 from pion_vllm_mlx.cache.lineage.explain import explain
 from pion_vllm_mlx.cache.lineage.faults import Faults
@@ -27,6 +27,20 @@ class Stored:
     _recent: Recent
     _faults: Faults
     _bypass: str | None
+
+    def connect(self, seconds: float = CONNECT_SECONDS) -> bool:
+        """Reaches the store before it is needed, and starts an embedded one; whether it is there.
+
+        Waits up to ``seconds``, which no request's deadline allows. Any thread; never raises.
+        """
+        if self._bypass is not None:
+            return False
+        try:
+            self._front.reach(seconds)
+        except PionError as error:
+            self._faults.unavailable(error)
+            return False
+        return True
 
     def explain(self, tokens: Tokens) -> Explanation:
         """Why ``tokens`` are not a longer hit: nearest prefix, first difference, key field."""
