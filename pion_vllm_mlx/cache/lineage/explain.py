@@ -28,11 +28,12 @@ class _Nearest:
 def explain(client: LineageClient, key: Key, tokens: TokenIds, rules: Rules) -> Explanation:
     """Compares a prompt with what is stored, under this key and under others.
 
-    Raises StoreUnavailable.
+    A tenant is told nothing of what is not its own, not even that it is there; whoever has no
+    key is told which field differs.  Raises StoreUnavailable.
     """
     own = Index(client, key.names).find(tokens, whole=True)
     match = match_of(own, tokens, key.names, rules)
-    other = _nearest_of_others(client, key.names, tokens)
+    other = _nearest_of_others(client, key, tokens)
     if other is not None and other.found.common > own.common:
         return _other_key(client, key, other, match.length)
     return _own_key(client, key.names, own, tokens, (match.length, match.why))
@@ -64,11 +65,7 @@ def _own_key(
 
 def _other_key(client: LineageClient, key: Key, other: _Nearest, restorable: int) -> Explanation:
     """The nearest prefix is another model's or user's: which field of the key differs."""
-    (raw,) = client.demand(key.names.route, [("GET", other.names.key("key"))])
-    try:
-        stored: Any = json.loads(as_text(raw))
-    except ValueError:
-        stored = {}
+    stored = _identity(client, other.names)
     field = first_difference(stored, key.identity)
     common = other.found.common
     leaf = other.found.leaf
@@ -83,14 +80,29 @@ def _other_key(client: LineageClient, key: Key, other: _Nearest, restorable: int
     )
 
 
-def _nearest_of_others(client: LineageClient, own: Names, tokens: TokenIds) -> _Nearest | None:
+def _may_know(client: LineageClient, asking: Key, names: Names) -> bool:
+    """Whether what is stored under ``names`` is the asking tenant's; without one, always."""
+    tenant = asking.identity.get("tenant")
+    return tenant is None or _at(_identity(client, names), "tenant") == tenant
+
+
+def _identity(client: LineageClient, names: Names) -> Any:
+    """The key of another model as it was stored."""
+    (raw,) = client.demand(names.route, [("GET", names.key("key"))])
+    try:
+        return json.loads(as_text(raw))
+    except ValueError:
+        return {}
+
+
+def _nearest_of_others(client: LineageClient, own: Key, tokens: TokenIds) -> _Nearest | None:
     keys = [name for (some,) in client.everywhere([("KEYS", "pps:*:key")]) for name in some or ()]
     best: _Nearest | None = None
     for name in keys[:_MOST_MODELS]:
         names = Names(as_text(name).split(":")[1])
-        if names == own:
-            continue
         try:
+            if names == own.names or not _may_know(client, own, names):
+                continue
             found = Index(client, names).find(tokens, whole=False)
         except PionError:
             continue

@@ -158,13 +158,26 @@ def test_explain_names_the_field_of_the_key_that_differs(opened: Opener) -> None
     mine = opened(model, key_parts={"tenant": "mine"})
     Engine(model, mine).turn(ids, reply=1)
     assert mine.flush()
-    found = opened(model, key_parts={"tenant": "yours"}).explain(ids)
+    found = opened(model).explain(ids)
     assert (found.common, found.restorable) == (99, 0)
-    assert (found.key_field, found.stored_key, found.asked_key) == ("tenant", "mine", "yours")
+    assert (found.key_field, found.stored_key, found.asked_key) == ("tenant", "mine", None)
     other = tiny_model("llama")
     weight = other.model.embed_tokens.weight
     other.model.embed_tokens.weight = weight * 1.5
     assert opened(other, key_parts={"tenant": "mine"}).explain(ids).key_field == "weights"
+
+
+def test_explain_tells_one_tenant_nothing_of_another(opened: Opener) -> None:
+    model, other = tiny_model("llama"), tiny_model("llama")
+    other.model.embed_tokens.weight = other.model.embed_tokens.weight * 1.5
+    ids = prompt(100, 7)
+    mine = opened(model, key_parts={"tenant": "mine"})
+    Engine(model, mine).turn(ids, reply=1)
+    assert mine.flush()
+    unknown = opened(model, key_parts={"tenant": "yours"}).explain(prompt(100, 8))
+    for asked in (model, other):  # of the same model, and of one that differs in more
+        assert opened(asked, key_parts={"tenant": "yours"}).explain(ids) == unknown
+    assert (unknown.common, unknown.key_field, unknown.stored) == (0, None, 0)
 
 
 @pytest.mark.parametrize("kind", ["plain", "window", "gated delta", "mamba", "quantized"])
