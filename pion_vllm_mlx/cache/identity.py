@@ -16,6 +16,7 @@ import mlx.core as mx
 
 from pion_vllm_mlx.cache.identity_buffers import Buffers
 from pion_vllm_mlx.cache.identity_code import code_digest
+from pion_vllm_mlx.cache.identity_live import LiveCode
 from pion_vllm_mlx.cache.identity_walk import (
     Walk,
     canonical_json,
@@ -30,7 +31,9 @@ from pion_vllm_mlx.errors import ConfigError
 
 Identity = dict[str, Any]
 
-_OWN_PARTS = frozenset({"weights", "dtypes", "structure", "args", "code", "cache", "format"})
+_OWN_PARTS = frozenset(
+    {"weights", "dtypes", "structure", "args", "code", "mlx", "cache", "format"}
+)
 
 
 def identity_digest(identity: Mapping[str, Any]) -> str:
@@ -42,7 +45,7 @@ class ModelIdentity:
     """The identity of one model object, computed when first asked for and then kept.
 
     The weights are read once. Replaced arrays (an adapter, ``model.update``), replaced
-    modules and changed settings are noticed at the next call, and new arrays are read.
+    modules, functions and changed settings are noticed at the next call, and new arrays are read.
     So are arrays that were assigned into, except under CUDA: call ``forget`` there.
     ``extra`` are key parts that the caller knows: tokenizer, adapter, tenant. Raises
     ConfigError for one that has the name of a part of the model's own.
@@ -60,32 +63,43 @@ class ModelIdentity:
         self._held: list[Any] = []
         self._buffers = Buffers()
         self._digests: dict[int, tuple[mx.array, bytes]] = {}
+        self._live: LiveCode | None = None
         self._fields: Identity = {}
 
     def fields(self) -> Identity:
-        """The named fields. Raises UnsupportedCache for a cache class that is not known."""
+        """The named fields.
+
+        Raises UnsupportedCache for a cache class that is not known, and for code that was
+        put in place at run time and is not the same in every process.
+        """
         held = held_objects(self._model)
         for array in self._buffers.changed():
             self._digests.pop(id(array), None)
             self._fields = {}
-        if not self._fields or not same_objects(held, self._held):
-            self._fields = {**self._read(), **self._asked}
+        running = self._live is not None and self._live.unchanged()
+        if not (self._fields and running and same_objects(held, self._held)):
+            self._fields = {}  # where reading raises, the next call reads again
+            found = walk(self._model)
+            self._live = LiveCode(found.code)
+            self._fields = {**self._read(found, self._live), **self._asked}
             self._held = held
-            self._buffers = Buffers(array for array, _ in self._digests.values())
+            arrays = [array for array, _ in self._digests.values()]
+            self._buffers = Buffers(arrays + self._live.arrays)
         return self._fields
 
     def forget(self) -> None:
         """Reads everything again at the next call."""
         self._fields, self._held, self._digests, self._buffers = {}, [], {}, Buffers()
+        self._live = None
 
-    def _read(self) -> Identity:
-        found = walk(self._model)
+    def _read(self, found: Walk, live: LiveCode) -> Identity:
         return {
             "weights": self._weights(found),
             "dtypes": sorted({dtype_name(array.dtype) for _, array in found.arrays}),
             "structure": _digest("\n".join(found.scalars)),
             "args": _readable(vars(self._model).get("args")),
-            "code": code_digest(found.code),
+            "code": _digest(code_digest(found.code) + live.digest),
+            "mlx": str(vars(mx)["__version__"]),
             "cache": json.loads(canonical_json(supported(self._model))),
         }
 

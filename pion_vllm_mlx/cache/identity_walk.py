@@ -93,6 +93,7 @@ def held_objects(model: Any) -> list[Any]:
             continue
         seen.add(id(value))
         if isinstance(value, Module):
+            held.append(type(value))
             stack.extend(item for key, item in vars(value).items() if key not in _UNUSED)
             stack.extend(value.values())
         elif isinstance(value, list | tuple | set | frozenset):
