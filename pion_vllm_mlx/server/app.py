@@ -13,6 +13,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable
+from itertools import chain
 from typing import cast
 
 from pion_vllm_mlx.errors import CommandError, ProtocolError
@@ -21,7 +22,7 @@ from pion_vllm_mlx.server.command import Reply
 from pion_vllm_mlx.server.direct import DirectWriter, StreamWriter, TransportWriter
 from pion_vllm_mlx.server.farewell import Farewell
 from pion_vllm_mlx.server.inbound import DeferredBulk, RefusedBulk
-from pion_vllm_mlx.server.outbound import Stream
+from pion_vllm_mlx.server.outbound import Stream, made_on_the_way
 from pion_vllm_mlx.server.patience import Patience
 from pion_vllm_mlx.server.session import Client, Context, Server
 from pion_vllm_mlx.wire import resp
@@ -36,6 +37,8 @@ MAX_QUEUED = 256
 MAX_SHORT_BYTES = 16 << 20
 #: replies are written together up to here.
 GATHERED_REPLY_BYTES = 16 << 10
+#: a longer reply of many values is made while it is sent, from where they lie.
+LONG_REPLY_BYTES = 256 << 10
 #: a long argument that brings less than this in the stall time stands still.
 STEP_BYTES = 64 << 10
 LIMITS = Limits()
@@ -67,11 +70,24 @@ class Connection(asyncio.BufferedProtocol):
         self._direct: StreamWriter | None = None
         self._patience: Patience | None = None
         self._task: asyncio.Task[None] | None = None
+        self._handshaking = False
+
+    def begin_handshake(self) -> None:
+        """From now on until TLS is agreed on this takes the place of a client."""
+        self._handshaking = True
+        self.server.handshakes += 1
+
+    def end_handshake(self) -> None:
+        """It is a client now, or gone; may be called more than once."""
+        if self._handshaking:
+            self._handshaking = False
+            self.server.handshakes -= 1
 
     # -- asyncio's side --------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
+        self.end_handshake()
         server = self.server
         if transport.get_extra_info("sslcontext") is None:
             self.transport.set_write_buffer_limits(high=0)
@@ -92,7 +108,7 @@ class Connection(asyncio.BufferedProtocol):
         self._context = Context(server, self.client, self._when_room)
         self._patience = Patience(server.config, self.client)
         self.progress = asyncio.get_running_loop().time()
-        if len(server.clients) >= server.config.max_connections:
+        if server.is_full:
             self.transport.write(b"-ERR max number of clients reached\r\n")
             self.transport.close()
             return
@@ -257,14 +273,22 @@ class Connection(asyncio.BufferedProtocol):
                 continue
             result = self._start(args)
             if dispatch.is_pending(result):
-                self._flush()
-                self._busy = True
-                work = self._finish(cast("Awaitable[Reply]", result), args)
-                self._task = asyncio.get_running_loop().create_task(work)
+                self._wait_for(cast("Awaitable[Reply]", result), args)
+                return
+            reply = self._encoded(cast("Reply", result))
+            if isinstance(reply, Stream):
+                self._wait_for(_itself(reply), args)
                 return
             dispatch.release(args)
-            self._answer(cast("Reply", result))
+            self._answer(reply)
         self._flush()
+
+    def _wait_for(self, result: Awaitable[Reply], args: list[Arg]) -> None:
+        """Nothing more is executed until the reply is there, and on its way."""
+        self._flush()
+        self._busy = True
+        work = self._finish(result, args)
+        self._task = asyncio.get_running_loop().create_task(work)
 
     def _start(self, args: list[Arg]) -> Reply | Awaitable[Reply]:
         assert self._context is not None
@@ -273,6 +297,8 @@ class Connection(asyncio.BufferedProtocol):
             return dispatch.execute(self._context, args)
         except CommandError as error:
             return error
+        except OSError as error:
+            return _refused_by_system(args, error)
         except Exception:  # noqa: BLE001 - outermost loop: a bug must not end the server
             return _bug(args)
 
@@ -284,13 +310,16 @@ class Connection(asyncio.BufferedProtocol):
             except CommandError as error:
                 # its frames hold open files, and this frame would hold them in a cycle
                 reply = error.with_traceback(None)
+            except OSError as error:
+                reply = _refused_by_system(args, error)
             except Exception:  # noqa: BLE001 - outermost loop of a command
                 reply = _bug(args)
             dispatch.release(args)
-            if isinstance(reply, Stream):
-                await self._send_stream(reply)
+            data = self._encoded(reply)
+            if isinstance(data, Stream):
+                await self._send_stream(data)
             elif not self._closed:
-                self._answer(reply)
+                self._answer(data)
         finally:
             self._busy, self._task = False, None
         if not self._closed:
@@ -299,12 +328,25 @@ class Connection(asyncio.BufferedProtocol):
         elif self._direct is not None:
             self._direct.release()
 
-    def _answer(self, reply: Reply) -> None:
+    def _encoded(self, reply: Reply) -> bytes | Stream:
+        """The bytes of a reply; of a long one, a stream of the values themselves."""
+        assert self.client is not None
+        if isinstance(reply, Stream):
+            return reply
+        if not isinstance(reply, (list, tuple)):
+            return resp.encode(reply, self.client.proto)
+        windows = resp.windows(reply, self.client.proto, LONG_REPLY_BYTES)
+        first, second = next(windows), next(windows, None)
+        if second is None:
+            return first
+        # a limit of unread bytes is a limit of what the transport holds
+        if self.server.config.output_limit:
+            return b"".join((first, second, *windows))
+        return made_on_the_way(chain((first, second), windows))
+
+    def _answer(self, data: bytes) -> None:
         """Take a reply, to be written with those that follow it."""
         assert self.transport is not None and self.client is not None
-        if isinstance(reply, Stream):
-            raise TypeError("a stream needs a waiting command")
-        data = resp.encode(reply, self.client.proto)
         self._replies.append(data)
         self._reply_bytes += len(data)
         if self._reply_bytes > GATHERED_REPLY_BYTES or self.client.close_after_reply:
@@ -345,8 +387,17 @@ class Connection(asyncio.BufferedProtocol):
             return True
         waiting = self.parser.mid_command or self.parser.in_bulk
         idle = now - self.progress
-        patience = self.server.config.stall_seconds
-        return waiting and not self._busy and self._reading and idle > patience
+        late = waiting and not self._busy and self._reading
+        if self._patience.in_the_way(self.progress, late and self._holds and self.server.crowded):
+            return True
+        return late and idle > self.server.config.stall_seconds
+
+    @property
+    def _holds(self) -> bool:
+        """Whether the command being received has a long argument."""
+        return self.parser.in_bulk or any(
+            not isinstance(arg, bytes) for arg in self.parser.args_so_far
+        )
 
     @property
     def _ending(self) -> bool:
@@ -368,6 +419,17 @@ class Connection(asyncio.BufferedProtocol):
     def abort(self) -> None:
         if self.transport is not None:
             self.transport.abort()
+
+
+async def _itself(reply: Stream) -> Reply:
+    return reply
+
+
+def _refused_by_system(args: list[Arg], error: OSError) -> CommandError:
+    """What a client is told when there is no descriptor left, or a file cannot be read."""
+    name = args[0].decode("latin-1") if isinstance(args[0], bytes) else "?"
+    log.error("%s: %s", name, error)
+    return CommandError(f"{name.upper()}: {error.strerror or error}")
 
 
 def _bug(args: list[Arg]) -> CommandError:

@@ -74,7 +74,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self._direct = DirectWriter(self._transport, server.store.run)
         self._patience = Patience(server.config, self._client)
         self._progress = self._loop.time()
-        if len(server.clients) >= server.config.max_connections:
+        if server.is_full:
             self.abort()
             return
         server.clients[self._client.client_id] = self._client
@@ -154,7 +154,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
             return DiscardBulk(length)
         if not operation.long:
             return DiscardBulk(length)
-        return self.server.long_arguments.open(length, True, self._go_on)
+        return self.server.long_arguments.open(length, self._go_on)
 
     def _go_on(self) -> None:
         """Something that was waited for is there."""
@@ -286,7 +286,11 @@ class BinaryConnection(asyncio.BufferedProtocol):
             return True
         waiting = self.parser.mid_frame and self._reading
         idle = self._task is None and self._drained.is_set()
-        return waiting and idle and now - self._progress > self.server.config.stall_seconds
+        late = waiting and idle
+        holds = late and self.parser.in_body
+        if self._patience.in_the_way(self._progress, holds and self.server.crowded):
+            return True
+        return late and now - self._progress > self.server.config.stall_seconds
 
     @property
     def running(self) -> asyncio.Task[None] | None:

@@ -57,16 +57,18 @@ class DirectWriter:
 
     async def send(self, stream: Stream) -> None:
         """Send all of it; when that fails the connection is aborted."""
-        if self._socket is None:
-            descriptor = self._transport.get_extra_info("socket").fileno()
-            self._socket = socket.socket(fileno=os.dup(descriptor))
-            self._socket.setblocking(False)
-        sender = self._sender = Sender(self._socket, stream)
+        try:
+            sock = self._own_socket()
+        except OSError as error:
+            log.error("a reply cannot be sent: %s", error)
+            self._transport.abort()
+            return
+        sender = self._sender = Sender(sock, stream)
         complete, self.sending = False, True
         try:
             # what lies in memory needs no thread: no step of it waits, or takes long
             while not (complete := sender.step() if stream.ready else await self._run(sender.turn)):
-                if not await self._writable(self._socket):
+                if not await self._writable(sock):
                     return
         except ReaderGone:
             pass
@@ -77,6 +79,14 @@ class DirectWriter:
             if not complete:
                 # half a reply is out: only closing tells the reader that the rest is missing
                 self._transport.abort()
+
+    def _own_socket(self) -> socket.socket:
+        """The connection's socket, under a descriptor of its own. Raises OSError."""
+        if self._socket is None:
+            descriptor = self._transport.get_extra_info("socket").fileno()
+            self._socket = socket.socket(fileno=os.dup(descriptor))
+            self._socket.setblocking(False)
+        return self._socket
 
     async def _writable(self, sock: socket.socket) -> bool:
         """Wait for the reader; False when the connection is gone."""

@@ -131,8 +131,7 @@ def open_bulk(context: Context, args: list[Arg], length: int) -> BulkTarget:
     if command.open_bulk is not None:
         return command.open_bulk(context, args, length)
     if command.long_arguments:
-        first = all(isinstance(arg, bytes) for arg in args)
-        return context.server.long_arguments.open(length, first, context.when_room)
+        return context.server.long_arguments.open(length, context.when_room)
     held = sum(arg.length for arg in args if not isinstance(arg, bytes))
     if held + length > PLAIN_ARGUMENT_BYTES:
         # more could fill the pool of windows with one command, which then waits for itself

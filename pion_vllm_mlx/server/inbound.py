@@ -20,6 +20,7 @@ from pion_vllm_mlx.server.store.files import pread_into, pwrite_all
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
 from pion_vllm_mlx.server.store.space import disk_error
 from pion_vllm_mlx.server.upload_room import UploadRoom
+from pion_vllm_mlx.server.waiting_line import WaitingLine
 from pion_vllm_mlx.wire.resp import BulkTarget, DiscardBulk
 
 #: bytes of windows that all connections together may hold.
@@ -35,7 +36,12 @@ class WindowPool:
         self.budget = budget
         self.held = 0
         self._free: list[mmap.mmap] = []
-        self._waiting: dict[Callable[[], None], None] = {}
+        self.line = WaitingLine(lambda: self.held < self.budget)
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits."""
+        return len(self.line) > 0
 
     def take(self, length: int, when_room: Callable[[], None]) -> memoryview | None:
         """A window of ``length`` bytes, at most one window long; None when there is no room.
@@ -43,7 +49,7 @@ class WindowPool:
         ``when_room`` is then called once, from the event loop, when there may be.
         """
         if self.held + length > self.budget:
-            self._waiting[when_room] = None
+            self.line.join(when_room)
             return None
         self.held += length
         if length >= KEPT_WINDOW_BYTES:
@@ -57,12 +63,7 @@ class WindowPool:
         buffer = window.obj
         if isinstance(buffer, mmap.mmap) and len(self._free) < self.budget // WINDOW_BYTES:
             self._free.append(buffer)
-        if self._waiting:
-            # later: who gives back may be in the middle of answering
-            waiting, self._waiting = self._waiting, {}
-            loop = asyncio.get_running_loop()
-            for wake in waiting:
-                loop.call_soon(wake)
+        self.line.wake()
 
 
 def _aligned_memory(length: int) -> mmap.mmap:
@@ -95,7 +96,10 @@ class MemoryInbound:
         self._filled += n
 
     def release(self) -> None:
-        if self._window is not None:
+        if self._window is None:
+            # its connection is gone, nobody waits any more
+            self._pool.line.leave(self._when_room)
+        else:
             self._pool.give_back(self._window)
             self._window = None
 

@@ -89,6 +89,15 @@ def sendable(items: Iterable[bytes | None]) -> list[bytes | None]:
     return found
 
 
+def reply_bytes(reply: object) -> int:
+    """Bytes that the strings of a reply have together, those inside of it included."""
+    if isinstance(reply, (bytes, str)):
+        return len(reply)
+    if isinstance(reply, (list, tuple)):
+        return sum(map(reply_bytes, reply))
+    return 0
+
+
 def long_reply(context: Context, found: bytes | None) -> Reply | Awaitable[Reply]:
     """A value as a reply; a long one is sent in windows, outside of transactions."""
     if found is None or len(found) <= _LONG_BYTES or context.overlay is not None:

@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import socket
 import ssl
 import time
@@ -27,9 +28,23 @@ log = logging.getLogger(__name__)
 BACKLOG = 1024
 #: how long a worker that cannot accept (no descriptors left) leaves it to the others.
 _PAUSE_SECONDS = 0.2
+#: descriptors that are kept for the data folder: a part of all, and no fewer than these.
+_PART_FOR_FILES, _LEAST_FILES = 4, 64
 #: how long an embedded server waits for another one that binds its socket.
 _ALONE_SECONDS = 1.0
 _NOBODY = 0o177
+
+
+def connections_allowed(wanted: int) -> int:
+    """How many clients there may be, at most ``wanted``: two descriptors each, some for files.
+
+    A client's second one is that of its long replies.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        return wanted
+    files = max(_LEAST_FILES, limit // _PART_FOR_FILES)
+    return max(1, min(wanted, (limit - files) // 2))
 
 
 class Listener(Protocol):
@@ -200,9 +215,9 @@ def _bind_unix(path: Path) -> socket.socket:
 
 @dataclass
 class _Acceptor:
-    """Accepts on a socket that several processes listen on: one connection a turn.
+    """Accepts one connection a turn, and knows who has not agreed on TLS yet.
 
-    An asyncio server takes all that wait at once, and one worker would get them all.
+    An asyncio server takes all that wait at once: of several workers one would get them all.
     """
 
     server: Server
@@ -230,6 +245,9 @@ class _Acceptor:
             loop.remove_reader(self.sock.fileno())
             loop.call_later(_PAUSE_SECONDS, self._again)
             return
+        if self.context is not None and self.server.is_full:
+            connection.close()  # nothing can be said before TLS is agreed on
+            return
         connection.setblocking(False)
         task = loop.create_task(self._connect(connection))
         self.tasks.add(task)
@@ -243,15 +261,20 @@ class _Acceptor:
         if connection.family == socket.AF_INET:
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        client = Connection(self.server)
+        if self.context is not None:
+            client.begin_handshake()
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: Connection(self.server),
+                lambda: client,
                 connection,
                 ssl=self.context,
                 ssl_handshake_timeout=HANDSHAKE_SECONDS if self.context else None,
             )
         except (OSError, ssl.SSLError):
             connection.close()
+        finally:
+            client.end_handshake()
 
 
 async def listen(server: Server, doors: Doors) -> list[Listener]:
@@ -287,18 +310,16 @@ async def listen(server: Server, doors: Doors) -> list[Listener]:
 async def _listen_on(
     server: Server, sock: socket.socket, context: ssl.SSLContext | None
 ) -> Listener:
-    if server.config.workers > 1:
+    # asyncio does not tell of handshakes under way, and they count as clients
+    if server.config.workers > 1 or context is not None:
         acceptor = _Acceptor(server, sock, context)
         acceptor.open()
         return acceptor
     loop = asyncio.get_running_loop()
-    timeout = HANDSHAKE_SECONDS if context else None
 
     def connect() -> Connection:
         return Connection(server)
 
     if sock.family == socket.AF_UNIX:
         return await loop.create_unix_server(connect, sock=sock, backlog=BACKLOG)
-    return await loop.create_server(
-        connect, sock=sock, backlog=BACKLOG, ssl=context, ssl_handshake_timeout=timeout
-    )
+    return await loop.create_server(connect, sock=sock, backlog=BACKLOG)

@@ -1,22 +1,24 @@
 """Long arguments that live in memory: values of stores that have no disk.
 
 Such an argument is received into memory of its own, once, and the command may keep
-that memory. What all commands under way hold together is counted against a budget:
-a command that holds nothing yet waits for room, one that already holds something is
-refused instead, so that no two of them can wait for each other.
+that memory. What of all commands under way has come is counted against a budget, in
+steps: what was only announced takes no room from anybody. When the budget is spent
+all wait but the connection that has held something for the longest time. It may go on
+until its command is whole, so that no two can wait for each other.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 
 import numpy as np
 
-from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.waiting_line import WaitingLine
 
-#: bytes of long arguments that all commands under way may hold together.
+#: bytes of long arguments that all commands under way may hold together; one command has less.
 UNDER_WAY_BYTES = 1 << 30
+#: bytes that are counted before they come: as much memory as a first byte may cost.
+STEP_BYTES = 2 << 20
 
 
 class LongInbound:
@@ -28,7 +30,7 @@ class LongInbound:
         self._when_room = when_room
         self._memory: memoryview | None = None
         self._filled = 0
-        self._counted = False
+        self._counted = 0
 
     @property
     def view(self) -> memoryview:
@@ -36,28 +38,35 @@ class LongInbound:
         assert self._memory is not None
         return self._memory.toreadonly()
 
-    def claim(self) -> bool:
-        """Count the argument and give it memory; False while there is no room."""
-        if self._memory is None and self._budget.take(self.length, self._when_room):
-            self._counted = True
-            # not zeroed: every byte is received before anyone sees it
-            self._memory = np.empty(self.length, np.uint8).data
-        return self._memory is not None
-
     def buffer(self) -> memoryview | None:
-        if not self.claim():
+        if self._filled == self._counted and not self._count_more():
             return None
         assert self._memory is not None
-        return self._memory[self._filled :]
+        return self._memory[self._filled : self._counted]
+
+    def _count_more(self) -> bool:
+        """Count the next step; False while there is no room for it."""
+        step = min(STEP_BYTES, self.length - self._counted)
+        if not self._budget.take(step, self._when_room):
+            return False
+        self._counted += step
+        if self._memory is None:
+            # not zeroed: every byte is received before anyone sees it
+            self._memory = np.empty(self.length, np.uint8).data
+        return True
 
     def advance(self, n: int) -> None:
         self._filled += n
 
     def release(self) -> None:
         """The command is over: who kept the view keeps the memory."""
-        if self._counted:
-            self._counted = False
-            self._budget.give_back(self.length)
+        if self._filled < self.length:
+            # its connection is gone, nobody waits any more
+            self._budget.line.leave(self._when_room)
+        counted, self._counted = self._counted, 0
+        self._filled = self.length
+        if counted:
+            self._budget.give_back(counted, self._when_room)
         self._memory = None
 
 
@@ -67,31 +76,46 @@ class LongArguments:
     def __init__(self, budget: int = UNDER_WAY_BYTES) -> None:
         self.budget = budget
         self.held = 0
-        self._waiting: dict[Callable[[], None], None] = {}
+        self.line = WaitingLine(self._has_room)
+        #: bytes by connection, the one that has held some for the longest time first
+        self._holders: dict[Callable[[], None], int] = {}
 
-    def open(self, length: int, first: bool, when_room: Callable[[], None]) -> LongInbound:
-        """A place for a long argument; ``first`` says that its command holds no other one.
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody waits."""
+        return len(self.line) > 0
 
-        Raises CommandError where a later one does not fit.
-        """
-        target = LongInbound(length, self, when_room)
-        if not first and not target.claim():
-            self._waiting.pop(when_room, None)
-            raise CommandError("too many bytes of arguments are under way, try again")
-        return target
+    def open(self, length: int, when_room: Callable[[], None]) -> LongInbound:
+        """A place for a long argument; ``when_room`` stands for its connection."""
+        return LongInbound(length, self, when_room)
 
-    def take(self, length: int, when_room: Callable[[], None]) -> bool:
-        """Count ``length`` bytes; when False, ``when_room`` is called once there may be room."""
-        if self.held + length > self.budget:
-            self._waiting[when_room] = None
+    def take(self, nbytes: int, when_room: Callable[[], None]) -> bool:
+        """Count bytes; when False, ``when_room`` is called once there may be room."""
+        mine = self._holders.get(when_room, 0)
+        # commands that it has sent ahead must not make the first one's room endless
+        privileged = self._oldest() in (None, when_room) and mine + nbytes <= self.budget
+        if self.held + nbytes > self.budget and not privileged:
+            self.line.join(when_room)
             return False
-        self.held += length
+        self._holders[when_room] = mine + nbytes
+        self.held += nbytes
         return True
 
-    def give_back(self, length: int) -> None:
-        self.held -= length
-        if self._waiting:
-            waiting, self._waiting = self._waiting, {}
-            loop = asyncio.get_running_loop()
-            for wake in waiting:
-                loop.call_soon(wake)
+    def give_back(self, nbytes: int, when_room: Callable[[], None]) -> None:
+        self.held -= nbytes
+        left = self._holders[when_room] - nbytes
+        if left:
+            self._holders[when_room] = left
+        else:
+            del self._holders[when_room]
+        oldest = self._oldest()
+        if oldest is not None and oldest in self.line:
+            self.line.first(oldest)
+        self.line.wake()
+
+    def _oldest(self) -> Callable[[], None] | None:
+        return next(iter(self._holders), None)
+
+    def _has_room(self) -> bool:
+        oldest = self._oldest()
+        return self.held < self.budget or (oldest is not None and oldest in self.line)

@@ -96,6 +96,14 @@ def in_memory(pieces: Sequence[memoryview | bytes]) -> Computed:
     return Computed(sum(len(piece) for piece in pieces), lambda: iter(pieces))
 
 
+def made_on_the_way(windows: Iterator[bytes]) -> Stream:
+    """A reply whose pieces are made, from what lies in memory, as its reader takes them.
+
+    It is no part of a bulk string: nobody asks for its length.
+    """
+    return Stream([Computed(0, lambda: windows)], ready=True)
+
+
 def bulk_in_memory(pieces: Sequence[memoryview | bytes]) -> bytes | Stream:
     """One bulk string of pieces, bytes each: joined when short, else a stream.
 

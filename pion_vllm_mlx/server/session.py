@@ -151,6 +151,8 @@ class Server:
     connections_total: int = 0
     commands_total: int = 0
     last_save: int = 0
+    #: connections that are not clients yet: TLS has not been agreed on.
+    handshakes: int = 0
 
     def __post_init__(self) -> None:
         self.client_ids = ClientIds(self.config.worker, self.config.workers)
@@ -168,6 +170,16 @@ class Server:
         if tenants:
             self.attention.slots.owner = lambda sid: owner_of(sid, tenants)
         self.attention.follow(self.store)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no place for another client."""
+        return len(self.clients) + self.handshakes >= self.config.max_connections
+
+    @property
+    def crowded(self) -> bool:
+        """Whether somebody waits for memory that arguments under way hold."""
+        return self.pool.wanted or self.long_arguments.wanted
 
     def sessions_changed(self, sids: Iterable[bytes]) -> None:
         """Delete the exported files of sessions that changed; who has one open keeps it.

@@ -9,12 +9,15 @@ a bulk string), ``Map`` a map (RESP2: a flat array), ``Set`` a set (RESP2: an ar
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TypeAlias
 
 from pion_vllm_mlx.errors import CommandError
 
 CRLF = b"\r\n"
+#: longer ones are not copied into a piece with others.
+_LONG_BYTES = 64 << 10
 
 
 class Simple(str):
@@ -114,6 +117,53 @@ def encode(value: Value, proto: int) -> bytes:
     return b"".join(out)
 
 
+def windows(value: Value, proto: int, nbytes: int) -> Iterator[bytes]:
+    """A nested value in pieces of about ``nbytes``, each made when it is asked for.
+
+    Longer replies keep their long ``bytes`` as pieces that are no copies. Raises TypeError
+    for other types.
+    """
+    out: list[bytes] = []
+    held, whole = 0, True
+    for item in _items(value, proto, out):
+        begin = len(out)
+        _encode(item, proto, out)
+        held += sum(map(len, out[begin:]))
+        if held > nbytes:
+            yield from _joined(out)
+            out.clear()
+            held, whole = 0, False
+    if whole:
+        yield b"".join(out)
+    elif out:
+        yield from _joined(out)
+
+
+def _items(value: Value, proto: int, out: list[bytes]) -> Iterator[Value]:
+    """What a value consists of, once its header is written; itself where that is nothing."""
+    if isinstance(value, Map):
+        out.append(map_header(len(value), proto))
+        return chain.from_iterable(value)
+    if isinstance(value, (list, tuple)):
+        n = len(value)
+        out.append(set_header(n, proto) if isinstance(value, Set) else array_header(n))
+        return iter(value)
+    return iter((value,))
+
+
+def _joined(out: list[bytes]) -> Iterator[bytes]:
+    """The pieces, all but long ones put together."""
+    begin = 0
+    for end, piece in enumerate(out):
+        if len(piece) > _LONG_BYTES:
+            if end > begin:
+                yield b"".join(out[begin:end])
+            yield piece
+            begin = end + 1
+    if begin < len(out):
+        yield b"".join(out[begin:])
+
+
 def _encode(value: Value, proto: int, out: list[bytes]) -> None:
     if value is None:
         out.append(nil(proto))
@@ -121,6 +171,8 @@ def _encode(value: Value, proto: int, out: list[bytes]) -> None:
         out.append(simple(value))
     elif isinstance(value, str):
         out.append(bulk(_bytes(value)))
+    elif isinstance(value, bytes) and len(value) > _LONG_BYTES:
+        out += (bulk_header(len(value)), value, CRLF)
     elif isinstance(value, (bytes, bytearray, memoryview)):
         out.append(bulk(value))
     elif isinstance(value, int):

@@ -31,6 +31,7 @@ from pion_vllm_mlx.wire.encode import (
     nil,
     set_header,
     simple,
+    windows,
 )
 from pion_vllm_mlx.wire.inline import split_inline
 from pion_vllm_mlx.wire.outgoing import Part, request_buffers
@@ -90,4 +91,5 @@ __all__ = [
     "set_header",
     "simple",
     "split_inline",
+    "windows",
 ]

@@ -10,7 +10,7 @@ from pion_vllm_mlx.server.command import Effect, Reply
 from pion_vllm_mlx.server.commands.keyspace_keys import OK
 from pion_vllm_mlx.server.keyspace.changes import Change
 from pion_vllm_mlx.server.keyspace.data import Overlay
-from pion_vllm_mlx.server.keyspace_command import reads, writes
+from pion_vllm_mlx.server.keyspace_command import MAX_REPLY_BYTES, reads, reply_bytes, writes
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.transactions import Transaction
 from pion_vllm_mlx.wire.resp import NULL_ARRAY, Arg
@@ -88,6 +88,7 @@ def exec_transaction(context: Context, args: list[Arg]) -> Effect:
     inside = replace(context, overlay=overlay)
     changes: list[Change] = []
     replies: list[Reply] = []
+    nbytes = 0
     for entry, words in transaction.commands:
         try:
             outcome = entry.handler(inside, words)
@@ -99,5 +100,9 @@ def exec_transaction(context: Context, args: list[Arg]) -> Effect:
                 overlay.apply(one)
             changes += mine
             outcome = outcome.reply
+        nbytes += reply_bytes(outcome)
+        if nbytes > MAX_REPLY_BYTES:
+            # before anything is applied: the transaction has done nothing
+            raise TransactionAborted("Transaction discarded: its reply would be longer than 1 GiB")
         replies.append(outcome)
     return Effect(changes, replies)  # type: ignore[arg-type]

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.commands.attend_index import search, store_rows
 from pion_vllm_mlx.server.commands.state_slots import state_read, state_write
 from pion_vllm_mlx.server.inbound import WindowPool
@@ -79,12 +78,12 @@ def test_a_layer_being_stored_to_is_searched_before_or_after(tmp_path: Path) -> 
     asyncio.run(main())
 
 
-def test_a_command_without_anything_waits_for_room_and_is_woken_once() -> None:
+def test_who_finds_no_room_waits_and_is_woken_once() -> None:
     async def main() -> None:
         woken: list[str] = []
         budget = LongArguments(100)
-        first = budget.open(60, True, lambda: woken.append("first"))
-        second = budget.open(60, True, lambda: woken.append("second"))
+        first = budget.open(60, lambda: woken.append("first"))
+        second = budget.open(60, lambda: woken.append("second"))
         assert first.buffer() is not None and budget.held == 60
         assert second.buffer() is None and second.buffer() is None
         first.release()
@@ -99,25 +98,13 @@ def test_a_command_without_anything_waits_for_room_and_is_woken_once() -> None:
     asyncio.run(main())
 
 
-def test_a_command_that_holds_something_is_refused_instead_of_waiting() -> None:
-    """Two that hold one argument each and wait for room would wait for each other."""
-    budget = LongArguments(100)
-    mine, yours = (budget.open(50, True, lambda: None) for _ in range(2))
-    assert mine.buffer() is not None and yours.buffer() is not None
-    with pytest.raises(CommandError, match="try again"):
-        budget.open(10, False, lambda: None)
-    asyncio.run(released(yours.release))
-    more = budget.open(50, False, lambda: None)
-    assert budget.held == 100 and more.buffer() is not None
-
-
 async def released(release: Callable[[], None]) -> None:
     release()
 
 
 def test_the_memory_of_a_kept_view_outlives_its_command() -> None:
     budget = LongArguments(100)
-    target = budget.open(4, True, lambda: None)
+    target = budget.open(4, lambda: None)
     window = target.buffer()
     assert window is not None
     window[:] = b"kept"
