@@ -123,8 +123,9 @@ class LineageCache:
         """Writes what waits, and lets the store go."""
         if self._store is not None:
             self._store.close(timeout)
+            self._beside.ask(partial(self._store.close, 0.0))  # what it was just connecting, too
         if self._door is not None:
-            self._door.close()
+            self._beside.ask(self._door.close)
         self._beside.close()
 
     # -- one request, before it is served -----------------------------------------
@@ -267,27 +268,27 @@ class LineageCache:
         if plan.tiers is not tiers:  # the first of a model: nobody else is being served
             self.look_up(plan, _nothing)
         plan.common = max(plan.stored_common, tiers.live.common(plan.ids))
-        plan.hit = tiers.live.find(plan.ids)
-        held = plan.hit.length if plan.hit is not None else 0
         restored = plan.restored.length if plan.restored is not None else 0
-        if held > min(restored, plan.size - 1) and not plan.resume:
+        plan.borrow(tiers.live, min(restored, plan.size - 1))
+        if plan.held > min(restored, plan.size - 1) and not plan.resume:
             plan.restored = None
-        length = held if plan.restored is None else restored
+        length = plan.held if plan.restored is None else restored
         known = replace(plan.match or Match(plan.ids), length=length, common=plan.common)
         plan.cuts = tiers.store.cuts(plan.ids, known, anchor)
         self._pending = plan
 
     def _fetch(self, plan: Plan) -> list[Any] | None:
         restored, plan.restored = plan.restored, None
+        lent, plan.lent = plan.lent, None
         if restored is not None:
+            self._beside.drop(lent)
             reused = min(restored.length, plan.size - 1)
             plan.fetched(reused, restored.lane, restored.ms, self._alone())
             return list(restored.caches)
         began = time.perf_counter()
-        caches = self._live.take(plan.hit) if plan.hit is not None else None
-        if caches is None or plan.hit is None:
+        if lent is None or plan.hit is None:
             return None
-        caches = owned(caches)
+        caches = owned(lent)
         elapsed_ms = (time.perf_counter() - began) * 1000
         plan.fetched(plan.hit.length, "memory", elapsed_ms, self._alone())
         return caches

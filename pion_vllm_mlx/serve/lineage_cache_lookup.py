@@ -34,14 +34,16 @@ class Tiers:
     def look_up(self, plan: Plan) -> None:
         """Completes a plan by what is stored; reads it where that is more than memory has."""
         plan.tiers = self
-        hit = self.live.find(plan.ids)
-        held = hit.length if hit is not None else 0
+        plan.borrow(self.live)
+        held = plan.held
         if plan.journal and self._is_new(plan.journal):
             self._match_resumed(plan)
         least = self.store.options.min_gain
         if not plan.resume and plan.size - 1 - held >= least:
             match = self.store.match(plan.ids)
-            plan.stored_common, plan.why = match.common, match.why
+            plan.stored_common, plan.stored_why = match.common, match.why
+            if match.withheld > held:
+                plan.why = match.why
             if match.length >= held + least:
                 plan.match = match
         if plan.match is not None and not self._restore(plan, held):

@@ -13,7 +13,7 @@ import numpy as np
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import Cut, Match, Restored
 from pion_vllm_mlx.cache.lineage.journal import ReplyJournal
-from pion_vllm_mlx.cache.live_tier import LiveHit
+from pion_vllm_mlx.cache.live_tier import LiveHit, LiveTier
 
 #: prefills of fewer tokens say nothing about a rate.
 LEAST_MEASURED_TOKENS = 64
@@ -44,8 +44,10 @@ class Rate:
 class Plan:
     """One request: what may be reused, where its prefill is cut, and what came of it.
 
-    ``hit`` is what memory has, ``match`` what the store has, None where it was not wanted, and
-    ``restored`` what was read of it, until it is used. ``tiers`` are those that were asked.
+    ``hit`` is what memory has, and ``lent`` its caches: others may have it given up meanwhile.
+    ``match`` is what the store has, None where it was not wanted, ``restored`` what was read of
+    it; both until they are used. ``tiers`` are those that were asked, ``stored_why`` is the
+    store's own word for what it has not, ``why`` is about this request.
     ``resume`` are tokens that a killed process had generated already; ``journal`` is the key
     under which those of this one are noted, "" for none, ``noted`` that journal.  ``reused``,
     ``tier`` and ``restore_ms`` are known once the caches were fetched, ``done`` at the end.
@@ -57,10 +59,12 @@ class Plan:
     stored_common: int = 0
     common: int = 0
     hit: LiveHit | None = None
+    lent: list[Any] | None = field(default=None, repr=False)
     match: Match | None = None
     restored: Restored | None = None
     cuts: list[Cut] = field(default_factory=list)
     why: str = ""
+    stored_why: str = ""
     single: bool = False
     journal: str = ""
     resume: list[int] = field(default_factory=list)
@@ -85,6 +89,19 @@ class Plan:
         """Tokens of the prompt that the model has to see."""
         return len(self.tokens) - self.reused
 
+    @property
+    def held(self) -> int:
+        """Tokens of the prompt that memory has."""
+        return self.hit.length if self.hit is not None else 0
+
+    def borrow(self, live: LiveTier, least: int = 0) -> None:
+        """Takes hold of what memory has, if that is more than before and than ``least``."""
+        while (hit := live.find(self.ids)) is not None and hit.length > max(self.held, least):
+            caches = live.take(hit)
+            if caches is not None:  # else it went between the two calls
+                live.discard(self.lent)
+                self.hit, self.lent = hit, caches
+
     def segments(self) -> tuple[list[list[int]], list[str]]:
         """The prompt cut into pieces, and what the cache at the end of each is kept as."""
         tokens = list(self.tokens)
@@ -101,7 +118,9 @@ class Plan:
 
     def _why_not_more(self) -> str:
         if not self.common:
-            return "nothing is kept that begins like this prompt"
+            return self.stored_why or "nothing is kept that begins like this prompt"
+        if self.stored_why and self.reused < self.common == self.stored_common:
+            return self.stored_why
         if self.reused < self.common:
             return f"{self.common} tokens agree, but no state is kept between"
         return f"the prompt leaves what is kept at token {self.common}"

@@ -20,8 +20,9 @@ from pion_vllm_mlx.cache import store_client_endpoint  # noqa: E402
 from pion_vllm_mlx.cache.data_folder import read_status  # noqa: E402
 from pion_vllm_mlx.cache.layers import cache_arrays  # noqa: E402
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore  # noqa: E402
+from pion_vllm_mlx.serve.engine_mlx_lm import named_entries  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache import CacheLimits, LineageCache  # noqa: E402
-from pion_vllm_mlx.serve.lineage_cache_plan import Plan  # noqa: E402
+from pion_vllm_mlx.serve.lineage_cache_plan import Plan, PlannedPrompt  # noqa: E402
 from tests.models import tiny_model, token_ids  # noqa: E402
 from tests.serve.front import until  # noqa: E402
 
@@ -132,3 +133,102 @@ def test_a_store_that_is_not_there_is_not_waited_for() -> None:
     assert not store.connect(600.0)
     assert time.monotonic() - began < 300
     store.close()
+
+
+# -- beside others -----------------------------------------------------------------
+
+
+def fetched(cache: LineageCache, plan: Plan) -> list[Any] | None:
+    """The caches that a request gets which was looked up already."""
+    cache.plan(plan, None)
+    return cache.fetch_nearest_cache("m", PlannedPrompt(plan))[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_what_a_look_up_found_is_not_lost_to_others_until_it_is_used(
+    server: RunningServer, family: str
+) -> None:
+    model = tiny_model(family)
+    cache = opened(server, model, "lent", CacheLimits(1))
+    prompt = token_ids(100, 3)
+    keep(cache, model, prompt)
+    plan = looked_up(cache, [*prompt, 1])
+    for seed in range(20, 30):  # memory has room for one
+        keep(cache, model, token_ids(40, seed))
+    caches = fetched(cache, plan)
+    assert (plan.reused, plan.tier, caches is not None) == (100, "memory", True)
+    assert plan.lent is None  # it is the request's from now on
+    cache.close()
+
+
+def test_more_that_became_live_meanwhile_is_taken_instead(server: RunningServer) -> None:
+    model = tiny_model("llama")
+    cache = opened(server, model, "more")
+    prompt = token_ids(100, 4)
+    keep(cache, model, prompt[:50])
+    plan = looked_up(cache, [*prompt, 1])
+    assert plan.held == 50
+    keep(cache, model, prompt)
+    caches = fetched(cache, plan)
+    assert caches is not None and (plan.reused, caches[0].offset) == (100, 100)
+    cache.close()
+
+
+def test_live_caches_are_bounded_by_bytes_unless_a_number_was_asked_for(
+    server: RunningServer,
+) -> None:
+    model = tiny_model("llama")
+    for limits, expected in ((CacheLimits(), 14), (CacheLimits(3), 3)):
+        cache = opened(server, model, "bounds", limits)
+        for seed in range(14):
+            keep(cache, model, token_ids(20, seed))
+        assert len(cache) == expected
+        cache.close()
+    assert CacheLimits(num_bytes=5).live_bytes() == 5
+    assert 0 < CacheLimits().live_bytes() < 1 << 50
+    given = {"prompt_cache_size": 7}
+    for words, entries in (([], None), (["--prompt-cache-size=7"], 7), (["--prompt-cache-s"], 7)):
+        assert named_entries(words, given) == entries
+    assert named_entries(["--prompt-cache-bytes", "9", "--prompt"], given) is None
+
+
+# -- why it was not more -----------------------------------------------------------
+
+
+def test_why_is_about_what_was_reused_not_about_the_store_alone(server: RunningServer) -> None:
+    model = tiny_model("llama")
+    cache = opened(server, model, "why", queue_bytes=1)  # nothing reaches the store
+    prompt = token_ids(100, 5)
+    keep(cache, model, prompt)
+    plan = looked_up(cache, [*prompt, *token_ids(50, 6)])
+    assert fetched(cache, plan) is not None
+    assert (plan.reused, plan.why) == (100, "the prompt leaves what is kept at token 100")
+    other = looked_up(cache, token_ids(90, 7))
+    assert fetched(cache, other) is None
+    assert other.why == "nothing is stored that begins like this prompt"
+    cache.close()
+
+
+def test_what_the_budget_had_no_room_for_is_said_to_have_had_none(server: RunningServer) -> None:
+    model = tiny_model("llama")
+    cache = opened(server, model, "budget", CacheLimits(1), budget_bytes=1000)
+    prompt = token_ids(100, 8)
+    keep(cache, model, prompt)
+    assert cache.store is not None and cache.store.flush()
+    keep(cache, model, token_ids(40, 9))  # memory has room for one
+    plan = looked_up(cache, [*prompt, 1])
+    assert fetched(cache, plan) is None
+    assert plan.why == "no room for 100 of it: the budget is 1,000 bytes"
+    cache.close()
+
+
+def test_a_store_that_has_gone_is_named_whatever_memory_gave() -> None:
+    model = tiny_model("llama")
+    cache = LineageCache(LineageOptions(url="tcp://127.0.0.1:1"), CacheLimits())
+    cache.attach(model, None)
+    prompt = token_ids(100, 10)
+    keep(cache, model, prompt)
+    plan = looked_up(cache, [*prompt, *token_ids(50, 11)])
+    assert fetched(cache, plan) is not None
+    assert plan.reused == 100 and plan.why.startswith("no store: ")
+    cache.close(1.0)

@@ -17,6 +17,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,7 @@ from pion_vllm_mlx.cache.lineage import policy
 from pion_vllm_mlx.cache.lineage.background import Background, Task, weakly
 from pion_vllm_mlx.cache.lineage.beginnings import Beginnings
 from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
+from pion_vllm_mlx.cache.lineage.budget import OverBudget
 from pion_vllm_mlx.cache.lineage.capture import Since, Taken, capture, captured_of
 from pion_vllm_mlx.cache.lineage.client import connect
 from pion_vllm_mlx.cache.lineage.counters import Counters
@@ -85,6 +87,7 @@ class LineageStore(Stored):
         self._anchors = Beginnings(policy.MOST_ANCHORS)
         self._endings = Endings()
         self._shared = Beginnings(policy.MOST_ANCHORS)
+        self._refused = Beginnings(policy.MOST_ANCHORS)
         self._swept = False
         weakref.finalize(self, _close, self._background, self._front, self._back)
         try:
@@ -131,11 +134,15 @@ class LineageStore(Stored):
                 found = index.find(ids, whole=self._shape.wants_cuts)
         except PionError as error:
             self._faults.unavailable(error)
-            return Match(ids, why=f"no store: {error}")
+            return Match(ids, why=f"no store: {error}", withheld=int(ids.size))
         self._faults.answered()
         match = match_of(found, ids, self._key.names, self._rules)
         point = match.checkpoint.length if match.checkpoint is not None else None
         self._recent.note(ids, match.common, match.length, point)
+        refused = self._refused.longest(ids)
+        if refused > match.common:
+            budget = f"the budget is {self.options.budget_bytes:,} bytes"
+            match = replace(match, why=f"no room for {refused} of it: {budget}", withheld=refused)
         return match
 
     def restore(self, match: Match) -> Restored | None:
@@ -340,6 +347,8 @@ class LineageStore(Stored):
 
     def _failed(self, ids: TokenIds, error: BaseException) -> None:
         self._recent.forget(ids)
+        if isinstance(error, OverBudget):
+            self._refused.expect(ids)
         if isinstance(error, UnsupportedCache):
             self._faults.refused(error)
         else:

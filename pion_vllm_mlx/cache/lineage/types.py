@@ -85,7 +85,8 @@ class Match:
 
     ``common`` tokens agree with something stored; ``length`` of them, at most all but the
     last of the prompt, can be restored, 0 for none. ``why`` says why it is not more, "" where
-    nothing is missing. ``chain`` runs from the root to the leaf, which ends at ``stored``
+    nothing is missing; ``withheld`` tokens might be had but for that: there was no store, or no
+    room for them. ``chain`` runs from the root to the leaf, which ends at ``stored``
     tokens.
     """
 
@@ -96,6 +97,7 @@ class Match:
     chain: tuple[Piece, ...] = ()
     checkpoint: Checkpoint | None = None
     stored: int = 0
+    withheld: int = 0
 
     def __bool__(self) -> bool:
         return self.length > 0
