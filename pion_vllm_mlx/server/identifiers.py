@@ -5,10 +5,8 @@ Counted over a whole server they would tell each tenant how busy the others are.
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from pion_vllm_mlx.server.tenants import owner_of
 
@@ -36,16 +34,19 @@ class ClientIds:
 
 
 class RollbackIds:
-    """Ids of rollback points, counted for each owner of sessions by itself.
+    """Ids of rollback points: each says when it was taken, in µs since 1970, not which one it is.
 
-    They begin at the start time in µs, so that no earlier process has given one out.
+    So no earlier process has given one out. Of one owner of sessions each is larger than all
+    before it, and what others do shows in none, whatever becomes of the clock.
     """
 
     def __init__(self, tenants: Collection[bytes]) -> None:
         self._tenants = tenants
-        start = _microseconds()
-        self._next: dict[bytes, Iterator[int]] = defaultdict(lambda: itertools.count(start))
+        self._last: dict[bytes, int] = {}
 
     def next(self, sid: bytes) -> int:
         """The id of a new point of a session, under its stored name."""
-        return next(self._next[owner_of(sid, self._tenants)])
+        owner = owner_of(sid, self._tenants)
+        point = max(_microseconds(), self._last.get(owner, 0) + 1)
+        self._last[owner] = point
+        return point

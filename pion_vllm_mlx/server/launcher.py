@@ -112,7 +112,7 @@ class Launcher:
                 self.own.append(bind_own(config, worker))
             #: closed after every socket when a process dies: who finds the folder free finds
             #: the ports free
-            self.lock = folder.copy_of_lock()
+            self.locks = folder.copies_of_locks()
         except (OSError, PionError):
             self._close_sockets()
             raise
@@ -183,7 +183,7 @@ class Launcher:
             process = subprocess.Popen(
                 [sys.executable, "-m", MODULE],
                 stdin=subprocess.PIPE,
-                pass_fds=(*named.values(), writing, self.lock),
+                pass_fds=(*named.values(), writing, *self.locks),
                 start_new_session=True,  # Ctrl-C is for the launcher
             )
         finally:
@@ -247,7 +247,8 @@ class Launcher:
                 child.process.wait()
             child.close()
         self._close_sockets()
-        os.close(self.lock)
+        for lock in self.locks:
+            os.close(lock)
         self.directory.unlink(missing_ok=True)
         if self.config.unixsocket is not None:
             self.config.unixsocket.unlink(missing_ok=True)

@@ -32,10 +32,17 @@ from pion_vllm_mlx.server.folder import DataFolder
 from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.ledger import Ledger
-from pion_vllm_mlx.server.listening import Listener, bind_affinity, bind_doors, listen
+from pion_vllm_mlx.server.listening import (
+    Listener,
+    bind_affinity,
+    bind_doors,
+    connections_allowed,
+    listen,
+)
 from pion_vllm_mlx.server.memory_limit import past_at_start, refuse_below_own_use
 from pion_vllm_mlx.server.session import Server, ServerConfig
 from pion_vllm_mlx.server.store.files import DIRECTORY_MODE
+from pion_vllm_mlx.server.store.folder_use import left_behind
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
 from pion_vllm_mlx.server.store.store import Store, StoreConfig
 
@@ -53,6 +60,8 @@ BUSY_STEP_SECONDS = 10.0
 #: how long a stop waits for commands that run, and for readers that read slowly.
 STOP_SECONDS = 2.0
 _TICK_SECONDS = 0.25
+#: with places for so many, fewer than the default are not worth a word.
+_MANY_CLIENTS = 1000
 #: what can be done about a damaged file.
 DAMAGE_ADVICE = (
     "; pion-vllm-mlx doctor --dir PATH says what is damaged, --repair sets the file aside and "
@@ -72,6 +81,7 @@ def store_config(config: ServerConfig) -> StoreConfig:
     return StoreConfig(
         config.folder,
         worker=config.worker,
+        workers=config.workers,
         wal=config.wal and not config.ephemeral,
         wal_size=_log_bytes(config),
         appendfsync=config.appendfsync,
@@ -167,6 +177,32 @@ async def _until_deserted(server: Server, defaults: EmbeddedDefaults) -> None:
             return
 
 
+def _left_behind(config: ServerConfig) -> str:
+    """What is said, once, of files of workers that an earlier start had and this one has not."""
+    left = left_behind(config.folder, config.workers) if config.worker == 0 else []
+    if not left:
+        return ""
+    names = ", ".join(map(str, left))
+    return (
+        f"{config.folder} holds files of worker {names}, not running now: they count for the "
+        f"disk, and what they hold is served again by -w {left[-1] + 1} --independent-workers"
+    )
+
+
+def _with_descriptors(config: ServerConfig) -> ServerConfig:
+    """The configuration, for no more clients than the system has descriptors for."""
+    allowed = connections_allowed(config.max_connections)
+    asked = config.max_connections != ServerConfig.max_connections
+    if allowed < (config.max_connections if asked else _MANY_CLIENTS):
+        log.warning(
+            "--maxclients %d: this process may open too few files for so many, %d are let in "
+            "(ulimit -n)",
+            config.max_connections,
+            allowed,
+        )
+    return replace(config, max_connections=allowed)
+
+
 OpenDoors = Callable[[Server], Awaitable[list[Listener]]]
 
 
@@ -178,9 +214,14 @@ async def serve(config: ServerConfig, open_doors: OpenDoors, directory: Director
     refuse_below_own_use(config.maxmemory)
     store = Store(store_config(config))
     keyspace = Keyspace.open(store_config(config))
+    config = _with_descriptors(config)
+    store.give_back = keyspace.give_back
+    store.space.wasted = keyspace.wasted_bytes
+    keyspace.on_saved = store.space.use.look_again
     # the index stays: collecting it again and again would only stop everybody
     gc.freeze()
-    for note in (*store.replayed.notes, *keyspace.notes, past_at_start(config.maxmemory)):
+    left = _left_behind(config)
+    for note in (*store.replayed.notes, *keyspace.notes, left, past_at_start(config.maxmemory)):
         if note:
             log.warning("%s", note)
     if store.replayed.vstore:
@@ -312,7 +353,17 @@ def main(argv: Sequence[str]) -> int:
     except DamagedData as error:
         print(f"FATAL {error}{DAMAGE_ADVICE}", file=sys.stderr, flush=True)
         return 1
-    except (PionError, ConfigError, OSError) as error:
+    except OSError as error:
+        print(f"FATAL {in_words(error)}", file=sys.stderr, flush=True)
+        return 1
+    except (PionError, ConfigError) as error:
         print(f"FATAL {error}", file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def in_words(error: OSError) -> str:
+    """What the system refused, and for which file, without its number."""
+    if error.strerror is None:
+        return str(error)
+    return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.server.session import TlsConfig
@@ -19,14 +21,23 @@ def tls_context(config: TlsConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     _check_readable(config)
-    try:
+    pair = f"--tls-cert-file {config.cert_file} with --tls-key-file {config.key_file}"
+    with _named(pair):
         context.load_cert_chain(config.cert_file, config.key_file, _no_passphrase)
-        if config.ca_cert_file is not None:
+    if config.ca_cert_file is not None:
+        with _named(f"--tls-ca-cert-file {config.ca_cert_file}"):
             context.load_verify_locations(config.ca_cert_file)
-            context.verify_mode = ssl.CERT_REQUIRED
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--tls-port: the certificates cannot be used: {error}") from error
+        context.verify_mode = ssl.CERT_REQUIRED
     return context
+
+
+@contextmanager
+def _named(files: str) -> Iterator[None]:
+    """What OpenSSL refuses is a ConfigError that names the files."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tls-port: {files} cannot be used: {error}") from error
 
 
 def _check_readable(config: TlsConfig) -> None:

@@ -22,7 +22,7 @@ from pion_vllm_mlx.errors import ConfigError, DamagedData, PionError
 from pion_vllm_mlx.server import log_format, metrics
 from pion_vllm_mlx.server.directory import SharedDirectory
 from pion_vllm_mlx.server.listening import Doors, Listener, listen
-from pion_vllm_mlx.server.main import DAMAGE_ADVICE, run_loop, serve
+from pion_vllm_mlx.server.main import DAMAGE_ADVICE, in_words, run_loop, serve
 from pion_vllm_mlx.server.session import Server, ServerConfig
 from pion_vllm_mlx.server.store.eviction import drop_session
 from pion_vllm_mlx.server.store.records import Record
@@ -124,7 +124,8 @@ def main() -> int:
         run_loop(serve(orders.config, worker.open_doors, worker.directory))
     except (PionError, ConfigError, OSError) as error:
         advice = DAMAGE_ADVICE if isinstance(error, DamagedData) else ""
-        print(f"FATAL worker {orders.config.worker}: {error}{advice}", file=sys.stderr, flush=True)
+        what = in_words(error) if isinstance(error, OSError) else f"{error}{advice}"
+        print(f"FATAL worker {orders.config.worker}: {what}", file=sys.stderr, flush=True)
         return 1
     return 0
 

@@ -17,14 +17,20 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pion_vllm_mlx import config
 from pion_vllm_mlx.errors import ConfigError, DamagedData, DataFolderBusy, PionError
 from pion_vllm_mlx.server.keyspace import recovery as keyspace_recovery
 from pion_vllm_mlx.server.store import rows, snapshot
-from pion_vllm_mlx.server.store.files import FileHandle, OpenFiles, pread_exactly
+from pion_vllm_mlx.server.store.files import (
+    FileHandle,
+    NotRegular,
+    OpenFiles,
+    is_foreign,
+    pread_exactly,
+)
 from pion_vllm_mlx.server.store.recovery import Paths, Recovered, Recovery
 from pion_vllm_mlx.tools.doctor_prefixes import PrefixLine, prefixes
 from pion_vllm_mlx.tools.store_access import size_text
@@ -34,8 +40,12 @@ SHOWN = 20
 
 @dataclass
 class Report:
-    """What was found. ``repairs`` is what a start with ``--repair`` would do."""
+    """What was found. ``repairs`` is what a start with ``--repair`` would do.
 
+    ``workers``: whose files are there.
+    """
+
+    workers: list[int] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
     prefixes: list[PrefixLine] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
@@ -68,25 +78,25 @@ def main(arguments: Sequence[str]) -> int:
 @contextlib.contextmanager
 def not_in_use(folder: Path) -> Iterator[None]:
     """No server starts on the folder meanwhile. Raises DataFolderBusy when one runs."""
-    try:
-        lock = os.open(folder / config.LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield  # no server ever was here, or the folder is a copy
-        return
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataFolderBusy(f"{folder} is in use by a server: end it, then check") from None
+    with contextlib.ExitStack() as held:
+        for path in (folder, folder / config.LOCK_NAME):
+            try:
+                lock = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue  # no server ever was here, or the folder is a copy
+            held.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                busy = f"{folder} is in use by a server: end it, then check"
+                raise DataFolderBusy(busy) from None
         yield
-    finally:
-        os.close(lock)
 
 
 def check(folder: Path, *, quick: bool) -> Report:
     """Look at every worker's files. Raises OSError for what cannot be read."""
-    report = Report()
-    for worker in _workers(folder):
+    report = Report(_workers(folder))
+    for worker in report.workers:
         with tempfile.TemporaryDirectory(prefix="pion-doctor-") as name:
             _check_worker(folder, worker, Path(name), report, quick)
     if not report.facts:
@@ -104,7 +114,10 @@ def _check_worker(folder: Path, worker: int, shadow: Path, report: Report, quick
     paths = Paths(folder, worker)
     keys = keyspace_recovery.Paths(folder, worker)
     for path in (*paths.all_files(), keys.snapshot, keys.wal):
-        if path.exists():
+        if is_foreign(path):
+            report.damage.append(f"{path.name} is not a regular file")
+            report.repairs.append(f"{path.name} is set aside, what it names is not touched")
+        elif path.exists():
             report.facts.append(f"{path.name}: {size_text(path.stat().st_size)}")
     segments = list(paths.segments.iterdir()) if paths.segments.is_dir() else []
     if segments:
@@ -122,7 +135,7 @@ def _check_worker(folder: Path, worker: int, shadow: Path, report: Report, quick
 
 def _is_portable(path: Path, report: Report) -> bool:
     """Whether a portable copy waits in the manifest's place; its table is checked."""
-    if not path.exists():
+    if is_foreign(path) or not path.exists():
         return False
     file = FileHandle(path, os.O_RDONLY)
     if file.size() < len(snapshot.PORTABLE):
@@ -137,7 +150,7 @@ def _is_portable(path: Path, report: Report) -> bool:
 def _copy(paths: Paths, keys: keyspace_recovery.Paths, shadow: Path) -> None:
     """The small files as copies, segments as links: what a repair does to them stays there."""
     for path in (*paths.all_files(), keys.snapshot, keys.wal):
-        if path.exists():
+        if path.exists() and not is_foreign(path):
             shutil.copyfile(path, shadow / path.name)
     folder = shadow / paths.segments.name
     folder.mkdir()
@@ -151,8 +164,8 @@ class _ReadOnly(OpenFiles):
 
     def get(self, path: Path) -> FileHandle:
         try:
-            return FileHandle(path, os.O_RDONLY)
-        except FileNotFoundError:
+            return FileHandle(path.readlink(), os.O_RDONLY)
+        except (FileNotFoundError, NotRegular):
             return FileHandle.missing(path)
 
 
@@ -165,11 +178,12 @@ def _recover_store(shadow: Path, worker: int, report: Report, quick: bool) -> No
     state = found.state
     if not quick:
         _read_everything(found, report)
-    _take_prefixes(prefixes(state), report)
+    _take_prefixes(prefixes(state), worker, report)
     states = sum(map(len, state.states.values()))
     row_bytes = sum(session.row_bytes() for session in state.sessions.values())
+    whose = f"worker {worker}: " if len(report.workers) > 1 else ""
     report.facts.append(
-        f"{len(state.sessions)} sessions, {size_text(row_bytes)} of rows, {states} states; "
+        f"{whose}{len(state.sessions)} sessions, {size_text(row_bytes)} of rows, {states} states; "
         f"{found.vstore_replayed + found.ssm_replayed} records in logs since the last save"
     )
 
@@ -229,8 +243,10 @@ def _read_everything(found: Recovered, report: Report) -> None:
     report.repairs += [f"{name} is dropped with its prefix when it is first read" for name in bad]
 
 
-def _take_prefixes(found: list[PrefixLine], report: Report) -> None:
+def _take_prefixes(found: list[PrefixLine], worker: int, report: Report) -> None:
     """The prefixes, and what becomes of those whose completion record is damaged."""
+    if len(report.workers) > 1:
+        found = [replace(prefix, worker=worker) for prefix in found]
     report.prefixes += found
     for prefix in found:
         if prefix.damaged:

@@ -18,7 +18,7 @@ from pion_vllm_mlx.tools.store_access import size_text
 class PrefixLine:
     """One namespace: its tokens by its completion record, its bytes, and what it lacks.
 
-    ``damaged``: what it lacks, it had.
+    ``damaged``: what it lacks, it had. ``worker``: who holds it, where there are several.
     """
 
     namespace: str
@@ -26,6 +26,7 @@ class PrefixLine:
     row_bytes: int
     fault: str = ""
     damaged: bool = False
+    worker: int | None = None
 
     @property
     def complete(self) -> bool:
@@ -33,7 +34,8 @@ class PrefixLine:
         return not self.fault
 
     def text(self) -> str:
-        held = f"{self.namespace}: {size_text(self.row_bytes)} of rows"
+        where = "" if self.worker is None else f", worker {self.worker}"
+        held = f"{self.namespace}: {size_text(self.row_bytes)} of rows{where}"
         return f"{held}, {self.fault}" if self.fault else f"{held}, {self.tokens:,} tokens"
 
 

@@ -197,3 +197,28 @@ def test_an_export_counts_and_goes_before_any_prefix(server: RunningServer) -> N
         assert du(server.dir) <= budget
         again = wire.ask("V.EXPORT", "c_pk", "c_pv", 0, 100, 1, 1, WIDTH)
         assert Path(again.decode()).exists()
+
+
+def test_deleted_and_overwritten_keys_give_their_room_to_prefixes(server: RunningServer) -> None:
+    budget = 30 * MEGABYTE
+    server.start("--disk-budget", str(budget))
+    with Wire.tcp(server.port) as wire:
+        assert store(wire, "first", 4 * MEGABYTE // ROW_BYTES, 1) == "OK"
+        for delete in (("FLUSHALL",), ("DEL", *(f"k{number}" for number in range(5)))):
+            for number in range(5):
+                wire.ok("SET", f"k{number}", os.urandom(4 * MEGABYTE))
+            wire.ask(*delete)
+            assert store(wire, "after", 10 * MEGABYTE // ROW_BYTES, 2) == "OK"
+            assert wire.ask("KV.PREFIX.DROP", "after") == 1
+        assert wire.info("KV.PREFIX.INFO")["vstore_evictions"] == "0"
+        assert wire.ask("V.INFO", "first_pk") is not None
+        # what is overwritten again and again takes its room once
+        for _ in range(12):
+            wire.ok("SET", "same", os.urandom(4 * MEGABYTE))
+        assert wire.info("KV.PREFIX.INFO")["vstore_evictions"] == "0"
+        assert wire.ask("V.INFO", "first_pk") is not None
+        assert len(wire.ask("GET", "same")) == 4 * MEGABYTE
+    server.restart()
+    with Wire.tcp(server.port) as wire:
+        assert len(wire.ask("GET", "same")) == 4 * MEGABYTE
+        assert wire.ask("GET", "k0") is None

@@ -393,16 +393,16 @@ def test_ids_do_not_tell_a_tenant_how_busy_others_are(
     a, b, admin = users["a"], users["b"], users["admin"]
     for wire in (a, b):
         wire.ask("V.CREATE", "ids", 2)
+    before = time.time_ns() // 1000
     first = a.ask("V.SNAPSHOT", "ids")
-    assert first > 0
+    assert before <= first <= time.time_ns() // 1000
     for _ in range(5):
         b.ask("V.COMMIT", "ids", b.ask("V.SNAPSHOT", "ids"))
     admin.ask("V.CREATE", "ids", 2)
     admin.ask("V.SNAPSHOT", "ids")
-    assert a.ask("V.SNAPSHOT", "ids") == first + 1
-    # an admin's point of the same session is one of the tenant's
-    assert admin.ask("V.SNAPSHOT", "a:ids") == first + 2
-    # the id of a connection says when it came, and nothing of those that came before it
+    before = time.time_ns() // 1000
+    assert before <= a.ask("V.SNAPSHOT", "ids") <= time.time_ns() // 1000
+    # the id of a point, and that of a connection, say when it came, and nothing of those before it
     for _ in range(20):
         Wire.tcp(server.port).close()
     now = time.time_ns() // 1000

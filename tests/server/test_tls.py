@@ -232,11 +232,48 @@ def test_files_that_are_no_certificate_are_fatal_and_nothing_listens(
     wrong.write_text("nothing")
     absent = tmp_path / "no"
     cases = [
-        (wrong, pairs[0].key, "certificates cannot be used"),
-        (pairs[0].cert, pairs[1].key, "certificates cannot be used"),
+        (wrong, pairs[0].key, f"--tls-cert-file {wrong} with --tls-key-file"),
+        (pairs[0].cert, pairs[1].key, f"with --tls-key-file {pairs[1].key} cannot be used"),
         (absent, wrong, f"--tls-cert-file: {absent} cannot be read: No such file"),
         (pairs[0].cert, absent, f"--tls-key-file: {absent} cannot be read: No such file"),
     ]
     for number, (cert, key, fragment) in enumerate(cases):
         with pytest.raises(RuntimeError, match=f"FATAL .*{fragment}"):
             started(tmp_path / f"data{number}", Pair(cert, key))
+
+
+def test_who_does_not_finish_its_handshake_takes_the_place_of_a_client(
+    tmp_path: Path, pairs: tuple[Pair, Pair]
+) -> None:
+    one = started(tmp_path / "data", pairs[0], "--maxclients", "4")
+    silent: list[socket.socket] = []
+    try:
+        closed = 0
+        for _ in range(12):
+            silent.append(socket.create_connection(("127.0.0.1", one.port), timeout=20))
+        for sock in silent:
+            sock.settimeout(1)
+            try:
+                closed += sock.recv(1) == b""
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                closed += 1
+        assert closed >= 8
+        for sock in silent:
+            sock.close()
+        clients = []
+        for _ in range(100):
+            try:
+                clients.append(secured(one.port, pairs[0].cert))
+            except OSError:
+                time.sleep(0.05)
+                continue
+            if len(clients) == 4:
+                break
+        # all places are there again, and no handshake is counted twice
+        assert [client.ask("PING") for client in clients] == ["PONG"] * 4
+        for client in clients:
+            client.close()
+    finally:
+        one.server.stop()

@@ -200,3 +200,22 @@ def test_what_is_no_store_is_said_to_be_none(
     assert examine(tmp_path) == 0
     assert "no files of a store" in capsys.readouterr().out
     assert cli.main(["doctor", "--dir", str(tmp_path / "absent")]) == 1
+
+
+def test_where_there_are_several_workers_each_prefix_says_whose_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for worker in range(2):
+        with Driver(folder) as driver:
+            store_all(driver, f"name{worker}")
+        for path in list(folder.glob("pion.*.0")):
+            path.rename(path.with_name(f"{path.name[:-1]}{1 - worker}"))
+    # the first was renamed to 1; the second stays at 0
+    assert examine(folder) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any("name0: " in line and line.endswith("not a hit") for line in lines)
+    assert any("name0: " in line and "worker 1" in line for line in lines)
+    assert any("name1: " in line and "worker 0" in line for line in lines)
+    assert any("worker 1: " in line and " sessions" in line for line in lines)

@@ -24,7 +24,8 @@ from pion_vllm_mlx.server.keyspace.changes import (
 )
 from pion_vllm_mlx.server.keyspace.data import Data
 from pion_vllm_mlx.server.keyspace.recovery import Paths, Recovered, recover, snapshot_chunks
-from pion_vllm_mlx.server.store.files import publish
+from pion_vllm_mlx.server.keyspace.sizes import entry_bytes
+from pion_vllm_mlx.server.store.files import publish, refusals
 from pion_vllm_mlx.server.store.records import Record
 from pion_vllm_mlx.server.store.store import StoreConfig
 
@@ -32,6 +33,11 @@ from pion_vllm_mlx.server.store.store import StoreConfig
 _REAPED = 10_000
 #: a log so many times its limit is saved away without waiting for a quiet moment.
 _PRESSING = 4
+#: a save that makes room gives back so many bytes, and this part of what there is, at least.
+_LEAST_GIVEN = 64 << 10
+_PART_GIVEN = 8
+#: how long after one that failed the next is tried.
+_GIVE_AGAIN_SECONDS = 10.0
 
 
 class Watch:
@@ -59,11 +65,19 @@ class Keyspace:
         self._moment: int | None = None
         #: told every change just before it is made
         self.on_change: Callable[[Change], None] = lambda one: None
+        #: told when files were replaced by what lives of them
+        self.on_saved: Callable[[], None] = lambda: None
         self._watchers: dict[bytes, set[Watch]] = {}
         self._lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keyspace-log")
         self._paths = Paths(config.folder, config.worker) if config else None
+        self._giving = asyncio.Lock()
+        self._give_again = 0.0
         self._saved_bytes = self._size_on_disk()
+        self._saved_keys = len(self.data.entries)
+        #: how many keys there were, and bytes of log, when their bytes were counted
+        self._counted = (-1, 0)
+        self._live_bytes = 0
         if found and found.salvaged and found.wal.enabled:
             self._save_files()
 
@@ -174,11 +188,44 @@ class Keyspace:
         async def locked() -> None:
             async with self._lock:
                 await self._run(self._save_files)
+            self.on_saved()
 
         try:
             await asyncio.shield(asyncio.create_task(locked()))
         except OSError as error:
+            refusals.tell("SAVE", error)
             raise CommandError(f"SAVE failed: {error}") from error
+
+    async def give_back(self) -> None:
+        """Save, if deleted and overwritten values are much of what is on disk."""
+        async with self._giving:
+            if time.monotonic() < self._give_again or not self.wasted_bytes():
+                return
+            try:
+                await self.save()
+            except CommandError:  # said in the log
+                self._give_again = time.monotonic() + _GIVE_AGAIN_SECONDS
+
+    def wasted_bytes(self) -> int:
+        """About what a save gives back; 0 where that is not much of what there is.
+
+        Looks at every key, but not every time.
+        """
+        if self.wal is None:
+            return 0
+        held = self.wal.size + self._saved_bytes
+        worth = max(_LEAST_GIVEN, held // _PART_GIVEN)
+        keys, nbytes = len(self.data.entries), self.wal.size
+        # the very same keys cannot have left anything since they were saved
+        if nbytes < worth and keys > self._saved_keys - self._saved_keys // _PART_GIVEN - 1:
+            return 0
+        counted_keys, counted_bytes = self._counted
+        if abs(keys - counted_keys) > keys // _PART_GIVEN or abs(nbytes - counted_bytes) > worth:
+            entries = self.data.entries.items()
+            self._live_bytes = sum(entry_bytes(key, entry.value) for key, entry in entries)
+            self._counted = (keys, nbytes)
+        wasted = held - self._live_bytes
+        return wasted if wasted >= worth else 0
 
     def _save_files(self) -> None:
         if self.wal is None or self._paths is None:
@@ -188,6 +235,7 @@ class Keyspace:
         publish(self._paths.snapshot, snapshot_chunks(self.data, self.wal.next_lsn - 1))
         self.wal.truncate()
         self._saved_bytes = self._size_on_disk()
+        self._saved_keys, self._counted = len(self.data.entries), (-1, 0)
 
     def _size_on_disk(self) -> int:
         if self._paths is None or not self._paths.snapshot.exists():

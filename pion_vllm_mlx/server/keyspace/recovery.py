@@ -18,7 +18,7 @@ from pion_vllm_mlx.errors import DamagedData
 from pion_vllm_mlx.server.keyspace.changes import PIECE_BYTES, Assembler, Change, Piece, pieces
 from pion_vllm_mlx.server.keyspace.data import Data
 from pion_vllm_mlx.server.store import framing
-from pion_vllm_mlx.server.store.files import TEMPORARY, FileHandle, set_aside
+from pion_vllm_mlx.server.store.files import TEMPORARY, FileHandle, is_foreign, set_aside
 from pion_vllm_mlx.server.store.wal import Wal
 
 log = logging.getLogger(__name__)
@@ -94,6 +94,11 @@ class _Recovery:
 
     def run(self, wal_enabled: bool) -> Recovered:
         covered, lost = 0, False
+        for path in (self.paths.snapshot, self.paths.wal):
+            if is_foreign(path):
+                error = DamagedData(f"{path.name} is not a regular file")
+                self._damage(path, error, keep=False)
+                lost = lost or path == self.paths.snapshot
         try:
             covered = self._load_snapshot()
         except DamagedData as error:

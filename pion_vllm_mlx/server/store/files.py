@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import logging
 import mmap
 import os
 import resource
 import shutil
+import stat
 import sys
 import threading
 import time
@@ -15,6 +18,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
+
+log = logging.getLogger(__name__)
 
 DIRECTORY_MODE = 0o700
 FILE_MODE = 0o600
@@ -24,6 +29,9 @@ _WRITE_BYTES = 1 << 20
 _MANY_FILES = 1 << 18
 #: how many segments are kept open
 _OPEN_FILES = 512
+#: how often the log repeats that the disk refuses.
+_TELL_SECONDS = 30.0
+_NOT_REGULAR = "not a regular file"
 
 
 class Retired:
@@ -49,11 +57,17 @@ class Retired:
         self.close()
 
 
+class NotRegular(OSError):
+    """In the place of a file of ours is a link, a pipe or something else."""
+
+
 class FileHandle:
     """An open file that closes when its last user lets go of it.
 
     Readers hold the handle, not the path: a file that is unlinked or replaced
     while they read stays readable to them. ``retired``: who closes it instead.
+    Links are not followed, since what they name is not ours to write to or to cut, and
+    pipes are not waited for: both raise NotRegular.
     """
 
     __slots__ = ("fd", "path", "retired")
@@ -62,7 +76,15 @@ class FileHandle:
         self.fd = -1
         self.path = path
         self.retired: Retired | None = None
-        self.fd = os.open(path, flags | os.O_CLOEXEC, FILE_MODE)
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            self.fd = os.open(path, flags, FILE_MODE)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):
+                raise NotRegular(error.errno, _NOT_REGULAR, str(path)) from error
+            raise
+        if not stat.S_ISREG(os.fstat(self.fd).st_mode):
+            raise NotRegular(errno.EINVAL, _NOT_REGULAR, str(path))
 
     @classmethod
     def missing(cls, path: Path) -> FileHandle:
@@ -115,7 +137,7 @@ class OpenFiles:
         return handle
 
     def get(self, path: Path) -> FileHandle:
-        """The file, open to read and write; a missing one as such. Raises OSError."""
+        """The file, open to read and write; a missing one as such, and a link. Raises OSError."""
         with self._lock:
             handle = self._handles.get(path)
             if handle is not None:
@@ -123,7 +145,7 @@ class OpenFiles:
                 return handle
         try:
             return self.add(FileHandle(path, os.O_RDWR))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotRegular):
             return FileHandle.missing(path)
 
     def forget(self, path: Path) -> None:
@@ -131,6 +153,26 @@ class OpenFiles:
         with self._lock:
             handle = self._handles.pop(path, None)
         del handle
+
+
+class Refusals:
+    """What the disk refuses, in the log: each kind of it at most once in a while.
+
+    Clients are told each time; who runs the server reads only the log.
+    """
+
+    def __init__(self) -> None:
+        self._next: dict[str, float] = {}
+
+    def tell(self, what: str, error: OSError) -> None:
+        """Say it, unless it was said a moment ago. Any thread."""
+        now = time.monotonic()
+        if now >= self._next.get(what, 0.0):
+            self._next[what] = now + _TELL_SECONDS
+            log.error("the disk refuses, %s: %s", what, error.strerror or error)
+
+
+refusals = Refusals()
 
 
 def pwrite_all(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None:
@@ -198,6 +240,14 @@ def flush_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether something is there that is not a regular file: a link, a pipe, a folder."""
+    try:
+        return not stat.S_ISREG(path.lstat().st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def set_aside(path: Path, keep: bool) -> Path:

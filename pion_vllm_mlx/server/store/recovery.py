@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pion_vllm_mlx.errors import CommandError, DamagedData
 from pion_vllm_mlx.server.store import eviction, framing, records, snapshot
-from pion_vllm_mlx.server.store.files import TEMPORARY, FileHandle, set_aside
+from pion_vllm_mlx.server.store.files import TEMPORARY, FileHandle, is_foreign, set_aside
 from pion_vllm_mlx.server.store.index import InSegment, Place
 from pion_vllm_mlx.server.store.segments import SUFFIX, SegmentFolder
 from pion_vllm_mlx.server.store.state import State
@@ -112,6 +112,9 @@ class Recovery:
                 gc.enable()
 
     def _recovered(self) -> Recovered:
+        for path in self.paths.all_files():
+            if is_foreign(path):
+                self.damage(path, DamagedData(f"{path.name} is not a regular file"), keep=False)
         self._unpack()
         vstore = _Log(
             self.paths.vstore, framing.VSTORE_SNAPSHOT, self.paths.vstore_wal, framing.VSTORE_WAL
@@ -156,7 +159,7 @@ class Recovery:
             loaded = snapshot.load(files.snapshot_path, files.snapshot_magic)
             for logged in loaded[1] if loaded else ():
                 self._apply(logged, files.snapshot_path)
-            covered, lost = loaded[0] if loaded else 0, False
+            covered, lost = loaded[0] if loaded else 0, files.snapshot_path in self.aside
         last, count = self._replay_wal(files, covered, lost)
         wal = Wal(files.wal_path, files.wal_magic, last + 1, self.wal_enabled)
         # who wrote it may have been killed before it was flushed

@@ -20,6 +20,7 @@ from pion_vllm_mlx.server.store.eviction import (
     drop_namespace,
     drop_session,
 )
+from pion_vllm_mlx.server.store.files import refusals
 from pion_vllm_mlx.server.store.folder_use import FolderUse
 from pion_vllm_mlx.server.store.index import InSegment, Session, group_of
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
@@ -42,7 +43,8 @@ class Space:
 
     ``use``: what counts beside the segments. ``owed``: bytes in logs and snapshots whose
     prefixes were evicted; the next save gives them back. ``spare`` deletes one file that can
-    be made again; False when there is none.
+    be made again; False when there is none. ``wasted``: bytes of what counts beside prefixes
+    that a save of it gives back.
     """
 
     state: State
@@ -53,6 +55,7 @@ class Space:
     pin_limits: PinLimits
     use: FolderUse
     spare: Callable[[], bool] = lambda: False
+    wasted: Callable[[], int] = lambda: 0
     evictions: int = 0
     owed: int = 0
     _granted: int = field(default=0, repr=False)
@@ -181,7 +184,7 @@ class Space:
         disk does.
         """
         most = self.disk_budget - self.use.total() + self.use.of_prefixes()
-        if self.disk_budget and nbytes > most:
+        if self.disk_budget and nbytes > most and nbytes > most + self.wasted():
             raise CommandError("the disk budget does not allow this store")
         try:
             return self.segments.reserve(group, nbytes, tensors)
@@ -256,5 +259,6 @@ class Space:
 
 
 def disk_error(error: OSError) -> CommandError:
-    """What a client is told when the disk refuses."""
+    """What a client is told when the disk refuses; the log is told, too."""
+    refusals.tell("stores", error)
     return CommandError(f"the disk refused the store: {error.strerror or os.strerror(28)}")

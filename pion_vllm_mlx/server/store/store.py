@@ -13,7 +13,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +53,7 @@ class StoreConfig:
 
     folder: Path
     worker: int = 0
+    workers: int = 1
     wal: bool = True
     wal_size: int = 64 << 20
     appendfsync: str = "everysec"
@@ -82,6 +83,10 @@ class Replayed:
     notes: list[str] = field(default_factory=list)
 
 
+async def _nothing_to_give() -> None:
+    return
+
+
 class Store:
     """See the module's docstring. Created and used on one event loop."""
 
@@ -94,7 +99,7 @@ class Store:
         self.state = found.state
         self.segments = found.folder
         pins = PinLimits.half_of(config.max_sessions, config.disk_budget)
-        use = FolderUse(config.folder, config.worker)
+        use = FolderUse(config.folder, config.worker, config.workers)
         use.logs += (found.vstore_wal, found.ssm_wal)
         self.space = Space(
             found.state,
@@ -115,6 +120,8 @@ class Store:
         self.on_change: Callable[[list[bytes]], None] = lambda sids: None
         #: told every effect, once it is applied
         self.on_effects: Callable[[Sequence[Record]], None] = lambda effects: None
+        #: saves what counts beside prefixes, where that gives much back
+        self.give_back: Callable[[], Awaitable[None]] = _nothing_to_give
         found.state.compares = config.share_equal
         if not config.share_equal:
             found.state.unshared.clear()
@@ -231,6 +238,8 @@ class Store:
             return
         if self.saver.behind():
             await self._catch_up()
+        if self.space.excess(nbytes) > 0:
+            await self.give_back()
         async with self.write_lock:
             flushed = await self._discard()
             while (excess := self.space.excess(nbytes)) > 0:

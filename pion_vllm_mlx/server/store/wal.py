@@ -23,6 +23,7 @@ from pion_vllm_mlx.server.store.files import (
     flush_directory,
     pread_exactly,
     pwrite_all,
+    refusals,
 )
 from pion_vllm_mlx.server.store.records import Record
 
@@ -101,6 +102,7 @@ class Wal:
             pwrite_all(self._file.fd, data, self.size)
         except OSError as error:
             self._cut()
+            refusals.tell(self.path.name, error)
             raise CommandError(f"the log could not be written: {error.strerror}") from error
         self.size += len(data)
         self.dirty = True

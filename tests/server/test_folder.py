@@ -1,0 +1,241 @@
+"""A data folder belongs to one server, and only its own files are written to."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pion_vllm_mlx import cli
+from pion_vllm_mlx.config import EXIT_FOLDER_BUSY, LOCK_NAME, STATUS_NAME
+from pion_vllm_mlx.errors import DataFolderBusy
+from pion_vllm_mlx.server.folder import DataFolder
+from pion_vllm_mlx.server.main import main
+from pion_vllm_mlx.server.store.files import FileHandle, NotRegular
+from tests.conftest import RunningServer, free_port_block
+from tests.hostile.watching import eventually
+from tests.server.wire import Wire
+from tests.small_disk import fill, small_disk
+
+START = [sys.executable, "-m", "pion_vllm_mlx", "server", "--kvcache"]
+SERVE = ("--kvcache", "-p", "0")
+
+
+def is_taken(folder: Path) -> bool:
+    try:
+        DataFolder(folder).close()
+    except DataFolderBusy:
+        return True
+    return False
+
+
+def test_a_folder_without_its_lock_file_still_is_taken(
+    pion_server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (pion_server.dir / LOCK_NAME).unlink()
+    assert main([*SERVE, "--dir", str(pion_server.dir)]) == EXIT_FOLDER_BUSY
+    assert f"process {pion_server.pid}" in capsys.readouterr().err
+    assert cli.main(["doctor", "--dir", str(pion_server.dir)]) != 0
+    assert "in use" in capsys.readouterr().err
+
+
+def test_a_folder_without_its_lock_file_is_taken_as_long_as_a_worker_lives(tmp_path: Path) -> None:
+    server = RunningServer(free_port_block(8), tmp_path / "data", ("-w", "2"))
+    try:
+        server.start("--independent-workers")
+        with Wire.tcp(server.port) as wire:
+            wire.ok("SET", "a", "1")
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
+        if not children.exists():
+            pytest.skip("the system does not name a process's children")
+        worker = int(children.read_text().split()[0])
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            (server.dir / LOCK_NAME).unlink()
+            server.kill()
+            (server.dir / STATUS_NAME).unlink()  # nobody waits for an owner that is unknown
+            assert is_taken(server.dir)
+        finally:
+            os.kill(worker, signal.SIGKILL)
+        eventually(lambda: not is_taken(server.dir))
+    finally:
+        server.stop()
+
+
+def test_what_is_no_folder_is_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    assert main([*SERVE, "--dir", str(path)]) == 1
+    assert f"the data folder {path} is not a folder" in capsys.readouterr().err
+    assert main([*SERVE, "--dir", str(path / "below")]) == 1
+    err = capsys.readouterr().err
+    assert f"FATAL {path / 'below'}: Not a directory" in err
+
+
+NAMES = ("pion.wal.0", "pion.snapshot.0", "pion.vstore.0", "pion.vstore.wal.0")
+NAMES += ("pion.ssm.0", "pion.ssm.wal.0")
+
+
+def link(path: Path, target: Path) -> None:
+    path.symlink_to(target)
+
+
+def dangling(path: Path, target: Path) -> None:
+    path.symlink_to(target.with_name("nowhere"))
+
+
+def pipe(path: Path, target: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [*((name, link) for name in NAMES), ("pion.wal.0", dangling), ("pion.ssm.0", pipe)],
+)
+def test_a_link_or_pipe_in_a_files_place_is_refused_and_what_it_names_left_alone(
+    tmp_path: Path,
+    name: str,
+    place: Callable[[Path, Path], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, target = tmp_path / "data", tmp_path / "target"
+    folder.mkdir()
+    target.write_bytes(b"PIONKW01 and what somebody else keeps")
+    before = target.read_bytes()
+    place(folder / name, target)
+    command = [*START, "-p", str(free_port_block()), "--dir", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1
+    assert f"{name} is not a regular file" in done.stderr
+    assert cli.main(["doctor", "--dir", str(folder)]) == 1
+    assert f"{name} is not a regular file" in capsys.readouterr().out
+    server = RunningServer(free_port_block(), folder)
+    try:
+        server.start("--repair")
+        with Wire.tcp(server.port) as wire:
+            wire.ok("SET", "a", "1")
+            wire.ok("SAVE")
+            wire.ok("SSM.PREFIX.STORE", "n", 0, b"state")
+            wire.ok("KV.PREFIX.SAVE")
+        server.restart()
+        with Wire.tcp(server.port) as wire:
+            assert wire.ask("GET", "a") == b"1"
+    finally:
+        server.stop()
+    assert target.read_bytes() == before
+    assert not target.with_name("nowhere").exists()
+    assert len([p for p in os.listdir(folder) if p.startswith(f"{name}.damaged-")]) == 1
+
+
+def test_a_snapshot_that_is_a_link_costs_no_record_of_the_log(tmp_path: Path) -> None:
+    server = RunningServer(free_port_block(), tmp_path / "data")
+    try:
+        server.start()
+        with Wire.tcp(server.port) as wire:
+            wire.ok("SET", "old", "1")
+            wire.ok("SAVE")
+            wire.ok("SET", "new", "2")
+        server.kill()
+        snapshot = server.dir / "pion.snapshot.0"
+        snapshot.rename(tmp_path / "elsewhere")
+        snapshot.symlink_to(tmp_path / "elsewhere")
+        server.start("--repair")
+        with Wire.tcp(server.port) as wire:
+            assert wire.ask("GET", "old") is None
+            assert wire.ask("GET", "new") == b"2"
+    finally:
+        server.stop()
+
+
+def test_a_segment_that_is_a_link_is_neither_read_nor_written(tmp_path: Path) -> None:
+    server = RunningServer(free_port_block(), tmp_path / "data")
+    try:
+        server.start()
+        with Wire.tcp(server.port) as wire:
+            wire.ok("KV.PREFIX.REGISTER", "n", 64, "fp16")
+            for side in ("n_pk", "n_pv"):
+                wire.ok("V.STOREBATCH", side, 0, 0, 1000, bytes(128_000), "FMT", "F16")
+        server.kill()
+        (segment,) = (server.dir / "pion.segments.0").iterdir()
+        target = tmp_path / "elsewhere"
+        segment.rename(target)
+        before = target.read_bytes()
+        segment.symlink_to(target)
+        server.start()
+        with Wire.tcp(server.port) as wire:
+            wire.ask("V.FETCH", "n_pk", 0, "RANGE", 0, 1000, "FMT", "NATIVE")
+            wire.ok("KV.PREFIX.SAVE")
+            assert wire.ask("KV.PREFIX.LOOKUP", "n") == "MISS"
+    finally:
+        server.stop()
+    assert target.read_bytes() == before
+
+
+def test_no_file_of_ours_is_opened_through_a_link_or_waits_for_a_pipe(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    os.mkfifo(tmp_path / "pipe")
+    for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_CREAT | os.O_TRUNC):
+        for name in ("link", "pipe"):
+            with pytest.raises(NotRegular, match="not a regular file"):
+                FileHandle(tmp_path / name, flags)
+    assert (tmp_path / "file").read_bytes() == b"x"
+
+
+def test_a_server_killed_on_a_full_disk_starts_again(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", 8 << 20) as disk:
+        server = RunningServer(free_port_block(), disk)
+        server.log = tmp_path / "server.log"
+        try:
+            server.start()
+            with Wire.tcp(server.port) as wire:
+                wire.ok("SET", "a", os.urandom(1000))
+                fill(disk / "filler")
+                refused = wire.ask("SET", "b", os.urandom(1 << 20))
+                assert "No space left" in str(refused)
+                assert "SAVE failed" in str(wire.ask("SAVE"))
+            assert server.output().count("the disk refuses, pion.wal.0: No space left") == 1
+            assert server.output().count("the disk refuses, SAVE: No space left") == 1
+            server.kill()
+            (disk / STATUS_NAME).unlink()
+            fill(disk / "filler 2")
+            server.start()
+            with Wire.tcp(server.port) as wire:
+                assert len(wire.ask("GET", "a")) == 1000
+            assert f"{STATUS_NAME} could not be written: No space left" in server.output()
+            assert not list(disk.glob("*.tmp"))
+        finally:
+            server.stop()
+
+
+def test_workers_that_are_fewer_say_so_and_count_the_files_of_the_others(tmp_path: Path) -> None:
+    server = RunningServer(free_port_block(8), tmp_path / "data")
+    try:
+        server.start("-w", "3", "--independent-workers")
+        for worker in range(3):
+            with Wire.tcp(server.port + 2 + worker) as wire:
+                wire.ok("KV.PREFIX.REGISTER", f"n{worker}", 64, "fp16")
+                wire.ok(
+                    "V.STOREBATCH", f"n{worker}_pk", 0, 0, 8000, os.urandom(1_024_000), "FMT", "F16"
+                )
+        server.stop()
+        server.start("--disk-budget", str(64 << 20))
+        assert "files of worker 1, 2, not running now" in server.output()
+        assert "-w 3 --independent-workers" in server.output()
+        with Wire.tcp(server.port) as wire:
+            used = int(wire.info("INFO", "persistence")["disk_used_bytes"])
+        on_disk = sum(p.lstat().st_blocks * 512 for p in server.dir.rglob("*"))
+        assert abs(used - on_disk) < 100_000
+        said = server.output().count("not running now")
+        server.stop()
+        server.start("-w", "3", "--independent-workers")
+        assert server.output().count("not running now") == said
+    finally:
+        server.stop()
