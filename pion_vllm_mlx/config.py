@@ -11,6 +11,9 @@ PION_DATA_DIR                    data folder of the embedded server
 PION_MODEL_DIR                   folder of converted models
 PION_REQUIREPASS                 password of the server, also used by its embedded clients
 PION_EXPORT_DIR                  folder of V.EXPORT files
+PION_TLS_CA_FILE                 CA that clients trust behind tls://, not the system's
+PION_TLS_CERT_FILE               certificate that clients show there
+PION_TLS_KEY_FILE                its key, where it is not in the same file
 PION_PROMPT_CACHE_NO_INPROC=1    no in-process lane
 PION_PROMPT_CACHE_NO_BINARY=1    no binary lane
 PION_PROMPT_CACHE_NO_BATCH=1     RANGE a layer instead of BATCH
@@ -111,6 +114,23 @@ class ServerEnvironment:
             password=env.get("PION_REQUIREPASS") or None,
             export_dir=Path(export_dir) if export_dir else None,
         )
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """Files of a client's TLS: whom it trusts (None: whom the system does), what it shows."""
+
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> ClientTls:
+        """Read the settings; empty values count as unset."""
+        env = os.environ if environ is None else environ
+        names = ("PION_TLS_CA_FILE", "PION_TLS_CERT_FILE", "PION_TLS_KEY_FILE")
+        chosen = [env.get(name) for name in names]
+        return cls(*(Path(path).expanduser() if path else None for path in chosen))
 
 
 @dataclass(frozen=True)

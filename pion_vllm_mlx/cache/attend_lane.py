@@ -95,6 +95,8 @@ class BinaryLane:
             return None
         if address.path is not None:
             return _LOOPBACK, port
+        if address.tls is not None:
+            return None  # the lane has no TLS
         # Behind a forwarded port the next one may lead to another server.
         return (address.host, port) if port == address.port + 1 else None
 

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from pion_vllm_mlx.cache.tls import TlsSocket, secured
+from pion_vllm_mlx.config import ClientTls
 from pion_vllm_mlx.errors import ConfigError, DeadlineExceeded, ProtocolError, StoreUnavailable
 from pion_vllm_mlx.wire.resp import Reply, ReplyParser
 
@@ -27,11 +29,15 @@ Buffer: TypeAlias = NDArray[Any] | memoryview | bytearray
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens: a Unix socket if ``path`` is given, else host and port."""
+    """Where a server listens: a Unix socket if ``path`` is given, else host and port.
+
+    With ``tls`` nothing is sent to the port but what TLS protects.
+    """
 
     host: str = "127.0.0.1"
     port: int = 1974
     path: str | None = None
+    tls: ClientTls | None = None
 
     def __post_init__(self) -> None:
         if self.path is None and not (isinstance(self.port, int) and 0 < self.port < 65536):
@@ -52,9 +58,11 @@ class Channel:
         self.address = address
         self._silence_seconds = silence_seconds
         self.parser = ReplyParser()
-        self.sock = self._connect(ends_at)
+        self.sock: socket.socket | TlsSocket
+        self.sock, self._tls = self._open(ends_at)
         self._poll = select.poll()
         self._may_send = True
+        self._heard = False
 
     def close(self) -> None:
         """Close this process's descriptor; a forked parent keeps its own."""
@@ -63,7 +71,9 @@ class Channel:
     def is_stale(self) -> bool:
         """Whether the other side closed, or sent something that nobody asked for."""
         self._poll.register(self.sock, select.POLLIN)
-        return bool(self._poll.poll(0))
+        if not self._poll.poll(0):
+            return False
+        return self._tls is None or self._tls.spoke()
 
     def exchange(self, out: deque[memoryview], wanted: int, ends_at: float) -> list[Reply]:
         """Send all of ``out`` and return ``wanted`` replies.
@@ -84,13 +94,23 @@ class Channel:
                 self._wait(ends_at, sending=bool(out) and self._may_send)
                 continue
             if n == 0:
-                raise StoreUnavailable(f"{self.address}: closed the connection")
+                raise StoreUnavailable(f"{self.address}: {self._end()}")
+            self._heard = True
             parser.buffer_updated(n)
             parser.pushes.clear()
         replies = [parser.replies.popleft() for _ in range(wanted)]
         if not parser.idle:
             raise StoreUnavailable(f"{self.address}: sent more than was asked for")
         return replies
+
+    def _end(self) -> str:
+        """What to say of a connection that the other side closed."""
+        tls = self.address.tls
+        known = tls is not None and tls.cert_file is not None
+        if self._heard or known or self.address.path is not None:
+            return "closed the connection"
+        may_want = "a tls:// URL" if tls is None else "a certificate: PION_TLS_CERT_FILE"
+        return f"closed the connection without a word (it may want {may_want})"
 
     def _send(self, out: deque[memoryview]) -> bool:
         """Send what the socket takes now of the first buffer; False if that is nothing.
@@ -119,6 +139,21 @@ class Channel:
         patience = min(left, self._silence_seconds)
         if left <= 0 or not self._poll.poll(max(1.0, patience * 1000)):
             raise DeadlineExceeded(f"{self.address}: no reply before the deadline")
+
+    def _open(self, ends_at: float) -> tuple[socket.socket | TlsSocket, TlsSocket | None]:
+        """A socket that does not block, and itself again where it is one of TLS."""
+        sock, tls = self._connect(ends_at), self.address.tls
+        if tls is None or self.address.path is not None:
+            return sock, None
+        done = False
+        try:
+            sock.settimeout(max(ends_at - time.monotonic(), 1e-3))
+            wrapped = secured(sock, self.address.host, tls)
+            done = True
+            return wrapped, wrapped
+        finally:
+            if not done:
+                sock.close()
 
     def _connect(self, ends_at: float) -> socket.socket:
         if self.address.path is not None:

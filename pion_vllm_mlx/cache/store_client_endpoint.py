@@ -1,12 +1,4 @@
-"""Where the store is: a URL, and the connections it leads to.
-
-============================  ==================================================
-``tcp://host:port``           a server anywhere
-``unix:///path``              a server on this host
-``embedded:///path``          the server that owns this data folder; started if none does
-``embedded:``                 the same for the user's own data folder
-============================  ==================================================
-"""
+"""Where the store is: the connections that a place leads to, and pauses after failures."""
 
 from __future__ import annotations
 
@@ -16,21 +8,31 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
-from urllib.parse import unquote, urlsplit
 
 from pion_vllm_mlx.cache.connection import Address, RespConnection, info_fields
 from pion_vllm_mlx.cache.embedded import EmbeddedServer, attach
+from pion_vllm_mlx.cache.store_advice import nobody_listens, what_helps
+from pion_vllm_mlx.cache.store_url import Place, parse_url
 from pion_vllm_mlx.config import AFFINITY_OFFSET
 from pion_vllm_mlx.errors import (
     AuthenticationRequired,
     CommandError,
-    ConfigError,
-    GreetingRefused,
     PermissionRefused,
     PionError,
     StoreUnavailable,
     WrongPassword,
 )
+
+__all__ = [
+    "BackOff",
+    "Door",
+    "Endpoint",
+    "Place",
+    "is_local",
+    "nobody_listens",
+    "parse_url",
+    "what_helps",
+]
 
 _LOOPBACK = ("localhost", "::1")
 _LOCKED_OUT = (AuthenticationRequired, WrongPassword, PermissionRefused)
@@ -38,62 +40,9 @@ _LOCKED_OUT = (AuthenticationRequired, WrongPassword, PermissionRefused)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Place:
-    """What a URL says: an address, or the folder of an embedded server."""
-
-    address: Address | None = None
-    embedded: bool = False
-    folder: str | None = None
-
-
-def parse_url(url: str) -> Place:
-    """The place that ``url`` names; raises ConfigError, a ValueError, for another URL."""
-    parts = urlsplit(url)
-    path = unquote(parts.path)
-    if parts.username is not None or parts.password is not None:
-        raise ConfigError("no password belongs in a URL: use password= or PION_REQUIREPASS")
-    if parts.query or parts.fragment:
-        raise ConfigError(f"{url!r}: nothing may follow the place; write ? and # as %3F and %23")
-    if "\0" in path:
-        raise ConfigError(f"{url!r}: a path holds no NUL character")
-    if parts.scheme == "embedded" and not parts.netloc:
-        return Place(embedded=True, folder=path or None)
-    if parts.scheme == "unix" and path and not parts.netloc:
-        return Place(Address(path=path))
-    if parts.scheme == "tcp" and parts.hostname and parts.path in ("", "/"):
-        try:
-            port = parts.port
-        except ValueError as error:
-            raise ConfigError(f"{url!r}: {error}") from None
-        return Place(Address(host=parts.hostname, port=1974 if port is None else port))
-    raise ConfigError(
-        f"{url!r} is no store: use tcp://host:port, unix:///path, embedded:///path or embedded:"
-    )
-
-
 def is_local(address: Address) -> bool:
     """Whether an address leads to this host."""
     return address.path is not None or address.host in _LOOPBACK or address.host.startswith("127.")
-
-
-def nobody_listens(error: BaseException) -> bool:
-    """Whether a connection failed for want of a listener, at once."""
-    cause = error.__cause__
-    # A socket that is not there has no file name in its error; a data folder that is not has.
-    missing = isinstance(cause, FileNotFoundError) and cause.filename is None
-    return missing or isinstance(cause, ConnectionRefusedError)
-
-
-def what_helps(error: PionError) -> str:
-    """What the user can do about a store that is not to be had; empty where nobody can tell."""
-    if isinstance(error, AuthenticationRequired | WrongPassword | GreetingRefused):
-        return "give the server's password as password= or in PION_REQUIREPASS"
-    if isinstance(error, CommandError) and error.sentence.startswith("unknown command"):
-        return "what answers there is no pion-server"
-    if nobody_listens(error):
-        return 'start "pion-server --kvcache", or use url="embedded:", which needs none'
-    return ""
 
 
 #: longest wait for a server on this host that is not needed yet.
@@ -352,6 +301,8 @@ class Endpoint:
         path = f"{known.socket}.{worker}"
         if known.socket and _is_own_socket(path):
             return Address(path=path)
+        if shared.tls is not None and shared.path is None:
+            raise StoreUnavailable("a worker's own port has no TLS: use one worker, or its socket")
         if known.own_port != known.tcp_port + AFFINITY_OFFSET + known.worker:
             raise StoreUnavailable(f"the port of worker {worker} cannot be known: -p 0")
         port = shared.port

@@ -33,7 +33,7 @@ from pion_vllm_mlx.cache.lineage.index import (
 )
 from pion_vllm_mlx.cache.lineage.types import LineageOptions
 from pion_vllm_mlx.errors import CommandError, ConfigError, DamagedData
-from pion_vllm_mlx.tools.store_access import advising
+from pion_vllm_mlx.tools.store_access import advising, url_of
 
 #: the store that ``serve`` has where nothing else is named.
 DEFAULT_URL = "embedded:"
@@ -68,7 +68,7 @@ class Listed:
 @contextmanager
 def lineages(options: argparse.Namespace) -> Iterator[LineageClient]:
     """A client of the store that the options name. Raises StoreUnavailable with advice."""
-    client = connect(LineageOptions(url=options.url, deadline_seconds=options.deadline))
+    client = connect(LineageOptions(url=url_of(options), deadline_seconds=options.deadline))
     try:
         with advising():
             yield client

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from pion_vllm_mlx import config
 from pion_vllm_mlx.cache.connection import Address
 from pion_vllm_mlx.cache.data_folder import read_status
+from pion_vllm_mlx.cache.store_advice import what_helps, with_advice
 from pion_vllm_mlx.cache.store_client import StoreClient
-from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, Place, parse_url, what_helps
-from pion_vllm_mlx.errors import PionError, StoreUnavailable
+from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, Place, parse_url
+from pion_vllm_mlx.errors import ConfigError, PionError, StoreUnavailable
 
 DEFAULT_URL = f"tcp://{config.DEFAULT_HOST}:{config.DEFAULT_PORT}"
 
@@ -34,7 +36,14 @@ def add_url(
     parser.add_argument(
         "--url",
         default=default,
-        help=f"tcp://host:port, unix:///path, embedded:///path, embedded: (default {default})",
+        help="tcp://host:port, tls://host:port, unix:///path, embedded:///path, embedded: "
+        f"(default {default})",
+    )
+    parser.add_argument(
+        "--tls-ca-file",
+        type=Path,
+        metavar="FILE",
+        help="the CA of a tls:// server (PION_TLS_CA_FILE; else those the system trusts)",
     )
     parser.add_argument(
         "--deadline",
@@ -51,10 +60,20 @@ def advising() -> Iterator[None]:
     try:
         yield
     except PionError as error:
-        advice = what_helps(error)
-        if not advice:
+        if not what_helps(error, command_line=True):
             raise
-        raise StoreUnavailable(f"{error}; {advice}") from error
+        raise StoreUnavailable(with_advice(error, command_line=True)) from error
+
+
+def url_of(options: argparse.Namespace) -> str:
+    """The URL that the options name, the CA in it. Raises ConfigError."""
+    url: str = options.url
+    if options.tls_ca_file is None:
+        return url
+    if not url.startswith("tls://"):
+        raise ConfigError(f"--tls-ca-file is for a tls:// URL, not {url!r}")
+    separator = "&" if "?" in url else "?"
+    return f"{url}{separator}ca={quote(str(options.tls_ca_file))}"
 
 
 @contextmanager
@@ -64,7 +83,7 @@ def store(options: argparse.Namespace, *, start: bool) -> Iterator[Access]:
     ``start``: an embedded server may be started; else one has to run. Raises
     StoreUnavailable, its text saying what can be done, and ConfigError.
     """
-    place = parse_url(options.url)
+    place = parse_url(url_of(options))
     if place.embedded and not start:
         place = _running(place)
     password = config.ServerEnvironment.from_environment().password
