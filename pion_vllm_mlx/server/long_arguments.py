@@ -17,7 +17,9 @@ from pion_vllm_mlx.server.waiting_line import WaitingLine
 
 #: bytes of long arguments that all commands under way may hold together; one command has less.
 UNDER_WAY_BYTES = 1 << 30
-#: bytes that are counted before they come: as much memory as a first byte may cost.
+#: bytes that are counted before they come: the first ones are few, and in memory of their own,
+#: as one byte of a long piece of memory may take this much of it.
+FIRST_BYTES = 128 << 10
 STEP_BYTES = 2 << 20
 
 
@@ -46,13 +48,16 @@ class LongInbound:
 
     def _count_more(self) -> bool:
         """Count the next step; False while there is no room for it."""
-        step = min(STEP_BYTES, self.length - self._counted)
+        step = min(STEP_BYTES if self._counted else FIRST_BYTES, self.length - self._counted)
         if not self._budget.take(step, self._when_room):
             return False
+        begun = self._memory
         self._counted += step
-        if self._memory is None:
+        if begun is None or len(begun) < self._counted:
             # not zeroed: every byte is received before anyone sees it
-            self._memory = np.empty(self.length, np.uint8).data
+            self._memory = np.empty(self.length if begun else step, np.uint8).data
+            if begun is not None:
+                self._memory[: len(begun)] = begun
         return True
 
     def advance(self, n: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.listening import connections_allowed
-from pion_vllm_mlx.server.long_arguments import STEP_BYTES, LongArguments
+from pion_vllm_mlx.server.long_arguments import FIRST_BYTES, STEP_BYTES, LongArguments
 from tests.conftest import RunningServer, free_port_block, running_server
 from tests.server.wire import Refusal, Wire, request
 
@@ -54,13 +54,14 @@ def stopped(stack: ExitStack, port: int, data: bytes) -> Wire:
 
 def test_announced_bytes_take_no_room_from_others(patient: RunningServer) -> None:
     with ExitStack() as stack:
-        for _ in range(4):
+        for _ in range(600):
             upload = half(b"SET", b"k", announced=512 * MB, sent=1000)
             stopped(stack, patient.port, upload)
         wire = stack.enter_context(Wire.tcp(patient.port))
         for nbytes in (70_000, 3 * MB):
             wire.ok("SET", "z", bytes(nbytes))
-        assert wire.info("INFO", "clients")["connected_clients"] == "5"
+            assert wire.ask("GET", "z") == bytes(nbytes)
+        assert wire.info("INFO", "clients")["connected_clients"] == "601"
 
 
 @pytest.mark.parametrize("first", [b"SSM.PREFIX.STORE", b"HSET"])
@@ -87,7 +88,7 @@ def test_uploads_that_together_are_too_long_all_come_through() -> None:
     """None of them can wait for another that waits for it, whatever the order."""
 
     async def main() -> None:
-        budget = LongArguments(4 * STEP_BYTES)
+        budget = LongArguments(2 * STEP_BYTES + 3 * FIRST_BYTES)
         done: list[int] = []
         targets = []
 
@@ -109,9 +110,9 @@ def test_uploads_that_together_are_too_long_all_come_through() -> None:
             targets[number].release()
             done.append(number)
 
-        left = [2] * 8
+        left = [1] * 8
         wakes = [going_on(number) for number in range(8)]
-        targets += [budget.open(3 * STEP_BYTES, wake) for wake in wakes]
+        targets += [budget.open(FIRST_BYTES + STEP_BYTES, wake) for wake in wakes]
         for wake in wakes:
             wake()
         for _ in range(20):
@@ -123,12 +124,12 @@ def test_uploads_that_together_are_too_long_all_come_through() -> None:
 
 def test_commands_sent_ahead_do_not_pass_the_budget() -> None:
     async def main() -> None:
-        budget = LongArguments(2 * STEP_BYTES)
+        budget = LongArguments(FIRST_BYTES + STEP_BYTES)
 
         def mine() -> None:
             pass
 
-        one, two = budget.open(2 * STEP_BYTES, mine), budget.open(STEP_BYTES, mine)
+        one, two = (budget.open(FIRST_BYTES + STEP_BYTES, mine) for _ in range(2))
         for _ in range(2):
             window = one.buffer()
             assert window is not None
