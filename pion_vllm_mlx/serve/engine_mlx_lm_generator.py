@@ -115,7 +115,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
 
         The anchor is found while ``look_up`` has the store asked.
         """
-        tokenized = super()._tokenize(tokenizer, request, args)
+        tokenized = self._some_tokens(tokenizer, request, args)
         prompt, _, _, *rest = tokenized
         if len(prompt) < 2:
             return Prepared(tokenizer, tokenized)
@@ -191,13 +191,23 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         self._attach()
         self._served = args.model, tokenizer
         if self.cache.store is None:
-            return super()._tokenize(tokenizer, request, args)
+            return self._some_tokens(tokenizer, request, args)
         prepared = taken_from(request, tokenizer) or self._prepared(tokenizer, request, args)
         plan = prepared.plan
         if plan is None or guarded(lambda: self.cache.plan(plan, prepared.anchor), None) is None:
             return prepared.tokenized
         segments, kinds = plan.segments()
         return (PlannedPrompt(plan), segments, kinds, *prepared.tokenized[3:])
+
+    def _some_tokens(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        """mlx-lm's ``_tokenize``; generation for all would end over a prompt of no tokens.
+
+        Raises ValueError for one.
+        """
+        tokenized = super()._tokenize(tokenizer, request, args)
+        if not len(tokenized[0]):
+            raise ValueError("the prompt has no tokens")
+        return tokenized
 
     def _template_settings(self, args: Any) -> Mapping[str, Any]:
         return {**self.cli_args.chat_template_args, **(args.chat_template_kwargs or {})}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable
 from http.server import ThreadingHTTPServer
@@ -13,7 +14,9 @@ from typing import Any
 from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
 from pion_vllm_mlx.serve.engine_mlx_lm_generator import Generator
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import REFUSALS
+from pion_vllm_mlx.serve.engine_mlx_lm_sampling import fit_sampling, vocabulary_of
 from pion_vllm_mlx.serve.explained import explained
+from pion_vllm_mlx.serve.lineage_cache_missed import Missed
 from pion_vllm_mlx.serve.pieces import PROMPT
 
 log = logging.getLogger("pion_vllm_mlx.serve")
@@ -31,6 +34,33 @@ class Listening(ThreadingHTTPServer):
 
     request_queue_size = BACKLOG
     daemon_threads = True
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        logging.getLogger().addFilter(_Once("Received tools but model does not support"))
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A traceback, but for a client that has left."""
+        error = sys.exc_info()[1]
+        if isinstance(error, ConnectionError):
+            log.debug("the client has left: %s", error)
+        else:
+            super().handle_error(request, client_address)
+
+
+class _Once(logging.Filter):
+    """Lets pass the first of those records that begin like ``beginning``; all others, too."""
+
+    def __init__(self, beginning: str) -> None:
+        super().__init__()
+        self._beginning, self._seen = beginning, False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a record is logged."""
+        if not str(record.msg).startswith(self._beginning):
+            return True
+        seen, self._seen = self._seen, True
+        return not seen
 
 
 class Handler(server.APIHandler):  # type: ignore[misc]
@@ -92,6 +122,16 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         self._add_receipt(response)
         return response
 
+    def validate_model_parameters(self) -> None:
+        """mlx-lm's checks, and those that spare the other requests. Raises ValueError."""
+        super().validate_model_parameters()
+        provider = self.response_generator.model_provider
+        if provider.model is not None:
+            fitted = fit_sampling(
+                self.__dict__, lambda: vocabulary_of(provider.model, provider.tokenizer)
+            )
+            self.__dict__.update(fitted)
+
     def log_message(self, format: str, *args: Any) -> None:
         """The front has a line a request already."""
         log.debug(format, *args)
@@ -138,7 +178,7 @@ class Handler(server.APIHandler):  # type: ignore[misc]
             if cache.last_miss is None:
                 self._answer(200, {"sentence": "no request has missed so far"})
             else:
-                self._answer(200, self._explained(list(cache.last_miss)))
+                self._answer(200, self._explained_miss(cache.last_miss))
             return
         self._answer_chat(self._explained)
 
@@ -147,6 +187,13 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         store, decode = generator.cache.store, generator.model_provider.tokenizer.decode
         assert store is not None
         return generator.cache.beside(lambda: explained(store.explain(tokens), decode, tokens))
+
+    def _explained_miss(self, missed: Missed) -> Json:
+        generator = self.response_generator
+        store, decode = generator.cache.store, generator.model_provider.tokenizer.decode
+        assert store is not None
+        told = generator.cache.beside(lambda: missed.explained(store))
+        return explained(told, decode, missed.ids.tolist())
 
     def _body(self) -> Json:
         length = int(self.headers.get("Content-Length") or 0)

@@ -6,7 +6,9 @@ import importlib
 import inspect
 import json
 import logging
+import socket
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.serve.engines import Engine, running_engine
 pytest.importorskip("mlx_lm")
 
 TEXT = "Some quick brown fox jumps over some lazy dog and naps. " * 9
+NO_END = {"logit_bias": {"0": -100.0}}  # a random model would end its reply somewhere
 HISTORY = {"repetition_penalty": 1.3, "repetition_context_size": 40}
 
 
@@ -219,6 +222,70 @@ def test_a_prompt_that_the_template_refuses_leaves_the_engine_alive(engine: Engi
     assert status >= 400
     assert "the system message must be first" in str(told["error"])
     assert engine.complete("Still there?").prompt
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/v1/completions", {"prompt": ""}, "no tokens"),
+        ("/v1/completions", {"prompt": "", "seed": 1}, "no tokens"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"99999": 1.0}}, "logit_bias"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"-1": 1.0}}, "logit_bias"),
+        ("/v1/completions", {"prompt": "x", "temperature": 10**400}, "temperature"),
+        ("/v1/completions", {"prompt": "x", "presence_penalty": -(10**400)}, "presence_penalty"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "temperature": 1, "xtc_probability": 0.9, "xtc_threshold": 0.9},
+            "xtc_threshold",
+        ),
+    ],
+)
+def test_what_a_step_of_all_requests_would_fail_on_costs_its_own_request_alone(
+    engine: Engine, path: str, body: Any, named: str
+) -> None:
+    pid = engine.running.process.pid
+    long = {"prompt": "Others. " + TEXT, "max_tokens": 400, "stream": True}
+    with engine.open("/v1/completions", {**long, "logit_bias": {"0": -100.0}}) as answer:
+        answer.readline()
+        status, told = engine.request(path, {"max_tokens": 2, **body})
+        rest = answer.read()
+    assert (status in (400, 404), named in str(told["error"])) == (True, True)
+    assert rest.endswith(b"data: [DONE]\n\n")
+    assert engine.complete("Still there?").prompt
+    assert engine.running.process.pid == pid
+
+
+def test_more_choices_than_there_are_tokens_are_all_of_them(engine: Engine) -> None:
+    body = {"temperature": 1.0, "top_k": 1 << 40, "repetition_context_size": 1 << 70}
+    assert engine.complete("Choices. " + TEXT, **body, repetition_penalty=1.1).prompt
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(BrokenPipeError(), False), (ConnectionResetError(), False), (KeyError(), True)],
+)
+def test_only_an_error_that_is_no_client_s_leaving_has_a_traceback(
+    error: Exception, told: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from pion_vllm_mlx.serve.engine_mlx_lm_http import Listening
+
+    class Failing(BaseHTTPRequestHandler):
+        def handle(self) -> None:
+            raise error
+
+    with Listening(("127.0.0.1", 0), Failing) as listening:
+        server: Any = listening
+        client = socket.create_connection(listening.server_address)
+        server.process_request_thread(*listening.get_request())
+        client.close()
+    assert ("Traceback" in capfd.readouterr().err) == told
+
+
+def test_tools_that_a_model_does_not_know_are_told_of_once(engine: Engine) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    for said in ("one", "two", "three"):
+        engine.chat([{"role": "user", "content": said}], 1, tools=tools)
+    assert engine.output().count("Received tools but model does not support") <= 1
 
 
 def test_a_cache_class_that_is_not_known_is_served_by_mlx_lm_s_own_cache(
