@@ -1,7 +1,7 @@
 """Refusals as HTTP answers, in the shape of the API that was asked.
 
 A refusal is raised as ``ApiError`` wherever it is found; ``body`` gives its JSON.  Statuses mean
-the same in both shapes: 400 the request, 401 the key, 403 the origin, 404 the path, 413 too
+the same in both shapes: 400 the request, 401 the key, 403 the host or origin, 404 the path, 413 too
 long, 500 the engine's answer, 502 the engine has gone, 503 not now.
 """
 
