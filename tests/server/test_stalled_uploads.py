@@ -88,7 +88,7 @@ def test_uploads_that_together_are_too_long_all_come_through() -> None:
     """None of them can wait for another that waits for it, whatever the order."""
 
     async def main() -> None:
-        budget = LongArguments(2 * STEP_BYTES + 3 * FIRST_BYTES)
+        budget = LongArguments(FIRST_BYTES + STEP_BYTES)
         done: list[int] = []
         targets = []
 
@@ -302,3 +302,20 @@ def test_a_running_server_names_the_clients_it_lets_in(tmp_path: Path) -> None:
     with running_server(tmp_path / "data") as server, Wire.tcp(server.port) as wire:
         allowed = connections_allowed(10_000)
         assert int(wire.info("INFO", "clients")["maxclients"]) >= allowed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of another process")
+def test_a_read_without_a_descriptor_is_refused_in_words(patient: RunningServer) -> None:
+    with Wire.tcp(patient.port) as wire:
+        wire.ok("SSM.PREFIX.STORE", "s", 0, bytes(2 * MB))
+    patient.stop()
+    patient.start()
+    with Wire.tcp(patient.port) as wire:
+        assert wire.ask("PING") == "PONG"
+        soft, hard = resource.prlimit(patient.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(patient.pid, resource.RLIMIT_NOFILE, (3, hard))
+        refused = Refusal("ERR SSM.PREFIX.FETCH: Too many open files")
+        assert wire.ask("SSM.PREFIX.FETCH", "s", 0) == refused
+        resource.prlimit(patient.pid, resource.RLIMIT_NOFILE, (soft, hard))
+        assert wire.ask("SSM.PREFIX.FETCH", "s", 0) == bytes(2 * MB)
+    assert "Traceback" not in patient.output()
