@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -103,7 +104,9 @@ def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
     """Import the command's module and run it; a missing part and a refusal become one line."""
     try:
         module = importlib.import_module(command.module)
-        return int(getattr(module, command.function)(list(arguments)))
+        code = int(getattr(module, command.function)(list(arguments)))
+        sys.stdout.flush()
+        return code
     except ModuleNotFoundError as error:
         root = (error.name or "").partition(".")[0]
         if root == __package__ or command.extra is None:
@@ -115,6 +118,9 @@ def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
         )
     except PionError as error:
         print(f"{PROGRAM} {name}: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        # Who read has gone, such as head: what is still buffered may not fail again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
         return 130
     return 1

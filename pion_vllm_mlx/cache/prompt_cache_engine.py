@@ -34,7 +34,7 @@ from pion_vllm_mlx.cache.layers import StoredCache, cache_arrays, dismantle, reb
 from pion_vllm_mlx.cache.leaf import ArraySpec, dtype_of
 from pion_vllm_mlx.cache.prefill import Prefilled, prefill
 from pion_vllm_mlx.cache.prompt_cache_stats import Counters
-from pion_vllm_mlx.cache.prompt_cache_store import Prefix, write_prefix
+from pion_vllm_mlx.cache.prompt_cache_store import OtherWriter, Prefix, write_prefix
 from pion_vllm_mlx.cache.store_client import Probe, StoreClient
 from pion_vllm_mlx.cache.store_client_endpoint import what_helps
 from pion_vllm_mlx.config import ClientSwitches
@@ -85,6 +85,7 @@ class Engine:
         self.identity = ModelIdentity(model, vquant=asked, extra=options.key_parts)
         self._misses_of: OrderedDict[str, int] = OrderedDict()
         self._warned = False
+        self._told: set[str] = set()
 
     def prepare(self) -> None:
         """Reads the weights for the key. Raises UnsupportedCache."""
@@ -273,6 +274,8 @@ class Engine:
                 return
         except PionError as error:
             self._counters.store_failures += 1
+            self._warned |= str(error) in self._told
+            self._told |= {str(error)} if isinstance(error, OtherWriter) else set()
             self._warn("the prefix was not stored: %s", error)
         inproc.PROCESS.owe(request.key, prefilled.elapsed_ms)
 

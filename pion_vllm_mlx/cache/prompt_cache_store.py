@@ -21,12 +21,21 @@ from pion_vllm_mlx.cache.layers import StoredCache
 from pion_vllm_mlx.cache.leaf import LeafRows, LeafSpec
 from pion_vllm_mlx.cache.slots_state import encode_state
 from pion_vllm_mlx.cache.store_client import Registration, StoreClient
-from pion_vllm_mlx.errors import PionError
+from pion_vllm_mlx.errors import CommandError, PionError
 from pion_vllm_mlx.formats import get_format
 
 RUN_BYTES = 256 << 20
 """A longer run is cut: one bulk string has to stay under the server's limit."""
 
+
+class OtherWriter(PionError):
+    """Another process dropped what was being stored, to store under the same namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(
+            f"another process stores under the namespace {namespace!r} at the same time; a "
+            "namespace holds one prefix: give each text its own"
+        )
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,8 @@ class Prefix:
 def write_prefix(client: StoreClient, prefix: Prefix, *, drop_first: bool) -> int:
     """Stores a prefix; returns the bytes sent.
 
-    Nothing of it is a hit before the last write. Raises what the client raises; what
-    was written so far is then dropped, if the server still answers.
+    Nothing of it is a hit before the last write. Raises OtherWriter, and what the client
+    raises; what was written so far is then dropped, if the server still answers.
     """
     leaves = prefix.leaves
     if drop_first:
@@ -59,8 +68,10 @@ def write_prefix(client: StoreClient, prefix: Prefix, *, drop_first: bool) -> in
         client.register(prefix.namespace, Registration.of(leaves, prefix.prefill_ms))
     try:
         return _write(client, prefix, leaves)
-    except PionError:
+    except PionError as error:
         _drop_quietly(client, prefix.namespace)
+        if isinstance(error, CommandError) and "session not found" in error.sentence:
+            raise OtherWriter(prefix.namespace) from error
         raise
 
 

@@ -94,7 +94,7 @@ def _summary(record: CompletionRecord) -> dict[str, Any]:
 
 def lines(found: dict[str, Any]) -> list[str]:
     """The explanation for people."""
-    out = [f"{found['namespace']}: lookup is a {found['verdict']}: {found['reason']}"]
+    out = [f"{found['namespace']}: {_verdict(found)}"]
     if found.get("since"):
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found["since"]))
         out.append(f"  since {moment}")
@@ -115,6 +115,16 @@ def lines(found: dict[str, Any]) -> list[str]:
         "  a hit needs these very ids and this key:",
     ]
     return out + [f"    {name}: {_short(value)}" for name, value in record["identity"].items()]
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    """What a lookup answers, and what that is to a client."""
+    if found["verdict"] == "hit" and not found["complete"]:
+        return (
+            "registered, but not a whole prefix: KV.PREFIX.LOOKUP answers HIT "
+            f"({found['reason']}), and the client prefills"
+        )
+    return f"lookup is a {found['verdict']}: {found['reason']}"
 
 
 def _side(side: dict[str, Any]) -> str:

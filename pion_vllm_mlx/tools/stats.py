@@ -10,9 +10,18 @@ import time
 from collections.abc import Mapping, Sequence
 
 from pion_vllm_mlx.cache.connection import RespConnection, info_fields
+from pion_vllm_mlx.errors import StoreUnavailable
 from pion_vllm_mlx.tools.store_access import Access, add_url, duration_text, size_text, store
 
 Numbers = Mapping[str, str]
+ALONE = "stats_of_one_worker_because"
+"""The name under which stands why only one worker of several could be asked."""
+
+_OWN = (
+    "kvprefix_", "registered_prefixes", "total_prefix_tokens", "vstore_", "disk_", "used_memory",
+    "memory_store_bytes", "connected_clients", "total_co", "attend_bytes", "in_flight_bytes",
+)  # fmt: skip
+_OF_ONE = ("worker_id", "worker_process_id", "affinity_port")
 _CLEAR = "\x1b[H\x1b[2J"
 
 
@@ -54,7 +63,35 @@ def read(access: Access) -> Numbers:
 
     A server without ``--kvcache`` has the first alone. Raises what the connection raises.
     """
-    connection: RespConnection = access.endpoint.connection()
+    endpoint = access.endpoint
+    numbers = _of_one(endpoint.connection())
+    if _number(numbers, "workers") < 2:
+        return numbers
+    try:
+        doors = [endpoint.door_of(worker) for worker in range(endpoint.workers())]
+        return added_up([door.through(_of_one) for door in doors])
+    except StoreUnavailable as error:
+        return {**numbers, ALONE: str(error)}
+
+
+def added_up(workers: Sequence[Numbers]) -> dict[str, str]:
+    """The numbers of a server from those of its workers: what each has of its own is added."""
+    total = {name: value for numbers in workers for name, value in numbers.items()}
+    for name in total:
+        values = [numbers[name] for numbers in workers if name in numbers]
+        if name == "db0":
+            keys = sum(int(value.partition(",")[0].removeprefix("keys=")) for value in values)
+            total[name] = f"keys={keys}"
+        elif name.startswith("prefill_seconds_"):
+            total[name] = f"{sum(map(float, values)):.6f}"
+        elif name.startswith(_OWN) or name.endswith("wal_bytes"):
+            total[name] = str(sum(int(value) for value in values if value.isdigit()))
+    for name in _OF_ONE:
+        total.pop(name, None)
+    return {**total, "stats_scope": "server"}
+
+
+def _of_one(connection: RespConnection) -> dict[str, str]:
     numbers = dict(info_fields(connection.command("INFO")))
     held = connection.pipeline([("KV.PREFIX.INFO",)])[0]
     if not isinstance(held, Exception):
@@ -86,9 +123,14 @@ def report_lines(url: str, now: Numbers, before: Numbers) -> list[str]:
     share = f", {100 * hits / (hits + misses):.1f} % hits" if hits + misses else ""
     saved = float(now.get("prefill_seconds_avoided", "0"))
     measured = float(now.get("prefill_seconds_avoided_measured", "0"))
+    workers = _number(now, "workers")
+    which = f", its {workers} workers added up" if workers > 1 else ""
+    if ALONE in now:
+        which = f", worker {now.get('worker_id', '?')} of 0 to {workers - 1} alone ({now[ALONE]})"
     lines = [
         f"pion-server {now.get('pion_version', '?')} at {url}: process "
-        f"{now.get('process_id', '?')}, up {duration_text(_number(now, 'uptime_in_seconds'))}",
+        f"{now.get('process_id', '?')}, up {duration_text(_number(now, 'uptime_in_seconds'))}"
+        f"{which}",
         f"  lookups   {hits:,} hits, {misses:,} misses{share}{rate('kvprefix_hits')}",
         f"  prefill   {saved:,.1f} s avoided, {measured:,.1f} s of it measured, "
         f"{_number(now, 'kvprefix_tokens_served'):,} tokens",

@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pion_vllm_mlx import cli
 from pion_vllm_mlx.cache.connection import Address, RespConnection
+from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from pion_vllm_mlx.cache.store_advice import with_advice
 from pion_vllm_mlx.cache.store_client_endpoint import Endpoint
 from pion_vllm_mlx.cache.store_url import parse_url
@@ -21,6 +23,7 @@ from pion_vllm_mlx.config import ClientTls
 from pion_vllm_mlx.errors import ConfigError, DeadlineExceeded, StoreUnavailable
 from tests.certificates import Certificate, self_signed
 from tests.conftest import RunningServer, free_port_block
+from tests.models import tiny_model, token_ids
 
 BLOB = np.random.default_rng(7).bytes(9_000_001)
 
@@ -243,3 +246,36 @@ def test_a_worker_of_several_is_never_reached_in_the_clear(tmp_path: Path, secur
     finally:
         endpoint.close()
         server.stop()
+
+
+def test_a_prefix_is_stored_found_looked_at_and_moved_over_tls(
+    secure: Secure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_EXPORT", "1")
+    model, ids = tiny_model("llama"), token_ids(70)
+    with PionPromptCache(model, url=secure.url(secure.own)) as pion:
+        pion.get_or_prefill(ids, "over-tls")
+    with PionPromptCache(model, url=secure.url(secure.own)) as pion:
+        pion.get_or_prefill(ids, "over-tls")
+        assert (pion.hits, pion.last_miss_reason) == (1, None)
+    url = ["--url", f"tls://localhost:{secure.port}"]
+    trusted = [*url, "--tls-ca-file", str(secure.own.cert)]
+    file = str(tmp_path / "p.safetensors")
+    assert cli.main(["explain", "over-tls", *trusted]) == 0
+    assert cli.main(["export", "over-tls", file, *trusted]) == 0
+    assert cli.main(["import", file, "--namespace", "again", *trusted]) == 0
+    assert cli.main(["explain", "again", *trusted]) == 0
+    assert cli.main(["conversations", *trusted]) == 0
+    assert cli.main(["explain", "over-tls", *url]) == 1
+    monkeypatch.setenv("PION_TLS_CA_FILE", str(secure.own.cert))
+    assert cli.main(["stats", *url]) == 0
+
+
+def test_a_ca_for_a_place_without_tls_is_refused(
+    secure: Secure, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = f"tcp://127.0.0.1:{secure.server.port}"
+    command = ["stats", "--url", plain, "--tls-ca-file", str(secure.own.cert)]
+    assert cli.main(command) == 1
+    assert "--tls-ca-file is for a tls:// URL" in capsys.readouterr().err

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +16,8 @@ from crc32c import crc32c
 from pion_vllm_mlx import cli
 from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, CompletionRecord, Run
 from pion_vllm_mlx.tools.store_access import duration_text, size_text
-from tests.conftest import RunningServer, running_server
+from tests.certificates import self_signed
+from tests.conftest import RunningServer, free_port_block, running_server
 from tests.server.wire import Wire
 
 ROW = bytes(16)
@@ -84,6 +88,90 @@ def test_stats_of_a_server_without_prefixes_still_works(
         server.restart("--unixsocket", str(server.dir / "s"))
         assert cli.main(["stats", "--url", place]) == 0
     assert f"at {place}" in capsys.readouterr().out
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of two workers with a TLS port, a prefix on each, one key on the second."""
+    folder = tmp_path_factory.mktemp("several")
+    (folder / "data").mkdir(mode=0o700)
+    base = free_port_block(6)
+    made = self_signed(folder, "server")
+    flags = (*made.server_flags(base + 5), "-w", "2", "--independent-workers")
+    server = RunningServer(base, folder / "data", flags)
+    try:
+        server.start()
+        for worker in range(2):
+            with Wire.tcp(base + 2 + worker) as wire:
+                store(wire, f"w{worker}", complete=True)
+                assert wire.ask("KV.PREFIX.LOOKUP", f"w{worker}") == "HIT"
+        with Wire.tcp(base + 3) as wire:
+            wire.ok("SET", "key", "value")
+        yield server
+    finally:
+        server.stop()
+
+
+def test_stats_of_several_workers_are_added_up(
+    several: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"tcp://127.0.0.1:{several.port}"
+    assert cli.main(["stats", "--url", url]) == 0
+    out = capsys.readouterr().out
+    assert "its 2 workers added up" in out and "2 hits, 0 misses" in out
+    assert "prefixes  2 of" in out and "sessions 4 of" in out and "keys      1" in out
+    assert "3.0 s avoided" in out and "128 bytes of rows" in out
+    assert cli.main(["stats", "--url", url, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["stats_scope"] == "server" and "worker_id" not in found
+
+
+def test_stats_that_reach_one_worker_of_several_say_which(
+    several: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ca = several.dir.parent / "server.crt"
+    url = f"tls://localhost:{several.port + 5}"
+    assert cli.main(["stats", "--url", url, "--tls-ca-file", str(ca)]) == 0
+    out = capsys.readouterr().out
+    assert "of 0 to 1 alone (a worker's own port has no TLS" in out and "1 hits, 0" in out
+
+
+def test_a_reader_that_stops_early_ends_a_tool_without_a_word(url: str) -> None:
+    command = [sys.executable, "-m", "pion_vllm_mlx", "stats", "--url", url]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=60)
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
+def test_a_missing_password_is_asked_for_in_words_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PION_REQUIREPASS", raising=False)
+    (tmp_path / "data").mkdir(mode=0o700)
+    server = RunningServer(free_port_block(), tmp_path / "data", ("--requirepass", "pw"))
+    try:
+        server.start()
+        assert cli.main(["stats", "--url", f"tcp://127.0.0.1:{server.port}"]) == 1
+    finally:
+        server.stop()
+    err = capsys.readouterr().err
+    assert "required; give the server's password in PION_REQUIREPASS" in err
+    assert "password=" not in err
+
+
+def test_explain_of_sessions_without_a_prefix_says_that_the_client_prefills(
+    server: RunningServer, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Wire.tcp(server.port) as wire:
+        wire.ok("KV.PREFIX.REGISTER", "bare", 4, "fp32")
+    assert cli.main(["explain", "bare", "--url", url]) == 1
+    out = capsys.readouterr().out
+    assert "bare: registered, but not a whole prefix" in out and "the client prefills" in out
+    assert "is a hit" not in out
 
 
 @pytest.mark.parametrize("command", [["stats"], ["explain", "x"]])
