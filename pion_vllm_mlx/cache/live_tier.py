@@ -124,6 +124,14 @@ class LiveTier:
             near = _neighbours(self._all, key)
             return max((common_tokens(name, key) for name in near), default=0)
 
+    def nearest(self, tokens: Tokens) -> tuple[int, Any]:
+        """The longest common prefix with any entry, and that entry's token ids."""
+        key = encode(tokens)
+        with self._lock:
+            near = [(common_tokens(name, key), name) for name in _neighbours(self._all, key)]
+        common, name = max(near, default=(0, b""))
+        return common, np.frombuffer(name, dtype=">u4")
+
     def take(self, hit: LiveHit) -> list[Any] | None:
         """Cache objects of the caller's own that hold ``hit.length`` tokens; None if gone."""
         with self._lock:
@@ -289,9 +297,7 @@ def encode(tokens: Tokens) -> bytes:
         if ids.dtype != np.uint32 and ids.size and not 0 <= ids.min() <= ids.max() <= 0xFFFFFFFF:
             raise OverflowError
     except OverflowError as error:
-        raise UnsupportedCache(
-            "token ids outside 32 bits (image tokens) are not cached"
-        ) from error
+        raise UnsupportedCache("token ids outside 32 bits (image tokens) are not cached") from error
     return ids.astype(">u4").tobytes()
 
 

@@ -38,6 +38,7 @@ from pion_vllm_mlx.serve.lineage_cache_beside import Beside, Blocking
 from pion_vllm_mlx.serve.lineage_cache_handles import owned, recurrent, settled
 from pion_vllm_mlx.serve.lineage_cache_limits import CacheLimits, PlainCache
 from pion_vllm_mlx.serve.lineage_cache_lookup import Tiers
+from pion_vllm_mlx.serve.lineage_cache_missed import Missed
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, Rate, Seen
 from pion_vllm_mlx.serve.lineage_cache_spread import Spread
 
@@ -74,13 +75,14 @@ class LineageCache:
         self.spread = Spread()
         self.blocking = Blocking()
         self.prefilling = Rate()
-        self.last_miss: Sequence[int] | None = None
+        self.last_miss: Missed | None = None
         #: gives what is to be called when the caches that are handed over now have been kept.
         self.on_insert: Callable[[], Callable[[], None]] = lambda: _nothing
         self._connect_by = time.monotonic() + CONNECT_SECONDS
         self._door: LineageClient | None = None
         if options is not None:  # while the weights are read
             self._door = connect(options)
+            weakref.finalize(self, self._door.close)
             self._beside.ask(partial(self._door.reach, CONNECT_SECONDS))
 
     # -- the model --------------------------------------------------------------
@@ -299,7 +301,7 @@ class LineageCache:
         self._counts["tokens_reused"] += plan.reused
         self._counts[f"hits_{plan.tier}"] += 1
         if plan.computed > 1:
-            self.last_miss = plan.tokens
+            self.last_miss = Missed.of(plan)
 
     def _alone(self) -> bool:
         return all(plan.done for plan in self._open)

@@ -34,6 +34,7 @@ class Tiers:
     def look_up(self, plan: Plan) -> None:
         """Completes a plan by what is stored; reads it where that is more than memory has."""
         plan.tiers = self
+        plan.near = self.live.nearest(plan.ids)
         plan.borrow(self.live)
         held = plan.held
         if plan.journal and self._is_new(plan.journal):
@@ -42,6 +43,7 @@ class Tiers:
         if not plan.resume and plan.size - 1 - held >= least:
             match = self.store.match(plan.ids)
             plan.stored_common, plan.stored_why = match.common, match.why
+            plan.nearest = match.nearest
             if match.withheld > held:
                 plan.why = match.why
             if match.length >= held + least:

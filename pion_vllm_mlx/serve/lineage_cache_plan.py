@@ -12,6 +12,7 @@ import numpy as np
 
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import Cut, Match, Restored
+from pion_vllm_mlx.cache.lineage.index import Found
 from pion_vllm_mlx.cache.lineage.journal import ReplyJournal
 from pion_vllm_mlx.cache.live_tier import LiveHit, LiveTier
 
@@ -46,8 +47,9 @@ class Plan:
 
     ``hit`` is what memory has, and ``lent`` its caches: others may have it given up meanwhile.
     ``match`` is what the store has, None where it was not wanted, ``restored`` what was read of
-    it; both until they are used. ``tiers`` are those that were asked, ``stored_why`` is the
-    store's own word for what it has not, ``why`` is about this request.
+    it; both until they are used. ``near`` and ``nearest`` say what memory and the store had like
+    the prompt, whatever can be used of it. ``tiers`` are those that were asked, ``stored_why``
+    is the store's own word for what it has not, ``why`` is about this request.
     ``resume`` are tokens that a killed process had generated already; ``journal`` is the key
     under which those of this one are noted, "" for none, ``noted`` that journal.  ``reused``,
     ``tier`` and ``restore_ms`` are known once the caches were fetched, ``done`` at the end.
@@ -60,6 +62,8 @@ class Plan:
     common: int = 0
     hit: LiveHit | None = None
     lent: list[Any] | None = field(default=None, repr=False)
+    near: tuple[int, Any] = field(default=(0, ()), repr=False)
+    nearest: Found | None = field(default=None, repr=False)
     match: Match | None = None
     restored: Restored | None = None
     cuts: list[Cut] = field(default_factory=list)

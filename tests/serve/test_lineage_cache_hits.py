@@ -232,3 +232,41 @@ def test_a_store_that_has_gone_is_named_whatever_memory_gave() -> None:
     assert fetched(cache, plan) is not None
     assert plan.reused == 100 and plan.why.startswith("no store: ")
     cache.close(1.0)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_miss_is_explained_by_what_there_was_then(server: RunningServer, restarted: bool) -> None:
+    """From memory, and from the store; meanwhile the missed prompt is stored itself."""
+    model, name = tiny_model("llama"), f"missed {restarted}"
+    cache = opened(server, model, name)
+    start = token_ids(100, 12 + restarted)
+    keep(cache, model, [*start, 7, 8, 9])
+    if restarted:
+        cache.close()
+        cache = opened(server, model, name)
+    asked = [*start, 5, 8, 9, 1]
+    plan = looked_up(cache, asked)
+    assert fetched(cache, plan) is not None
+    keep(cache, model, asked)
+    assert cache.store is not None and cache.store.flush()
+    missed = cache.last_miss
+    assert missed is not None
+    told = missed.explained(cache.store)
+    assert (told.common, told.restorable, told.position) == (100, 100, 100)
+    assert (told.stored_token, told.asked_token) == (7, 5)
+    nothing_missing = cache.store.explain(asked)
+    assert nothing_missing.restorable == len(asked) - 1
+    cache.close()
+
+
+def test_a_miss_of_nothing_alike_says_why(server: RunningServer) -> None:
+    model = tiny_model("llama")
+    cache = opened(server, model, "nothing alike")
+    plan = looked_up(cache, token_ids(60, 14))
+    assert fetched(cache, plan) is None
+    keep(cache, model, list(plan.tokens))
+    assert cache.store is not None and cache.store.flush() and cache.last_miss is not None
+    told = cache.last_miss.explained(cache.store)
+    assert (told.common, told.restorable) == (0, 0)
+    assert told.sentence == "nothing is stored that begins like this prompt"
+    cache.close()

@@ -25,13 +25,16 @@ class _Nearest:
     found: Found
 
 
-def explain(client: LineageClient, key: Key, tokens: TokenIds, rules: Rules) -> Explanation:
+def explain(
+    client: LineageClient, key: Key, tokens: TokenIds, rules: Rules, then: Found | None = None
+) -> Explanation:
     """Compares a prompt with what is stored, under this key and under others.
 
     A tenant is told nothing of what is not its own, not even that it is there; whoever has no
-    key is told which field differs.  Raises StoreUnavailable.
+    key is told which field differs.  With ``then`` it is compared with what was found of it
+    then.  Raises StoreUnavailable, and DamagedData where that has been given up since.
     """
-    own = Index(client, key.names).find(tokens, whole=True)
+    own = Index(client, key.names).find(tokens, whole=True) if then is None else then
     match = match_of(own, tokens, key.names, rules)
     other = _nearest_of_others(client, key, tokens)
     if other is not None and other.found.common > own.common:
@@ -42,12 +45,19 @@ def explain(client: LineageClient, key: Key, tokens: TokenIds, rules: Rules) -> 
 def _own_key(
     client: LineageClient, names: Names, found: Found, tokens: TokenIds, match: tuple[int, str]
 ) -> Explanation:
-    restorable, why = match
     leaf = found.leaf
     if leaf is None:
-        return Explanation(0, 0, 0, sentence=why)
+        return Explanation(0, 0, 0, sentence=match[1])
     stored = Index(client, names).tokens_of(found.chain)
-    at = found.common
+    return difference(tokens, stored, found.common, match)
+
+
+def difference(tokens: TokenIds, stored: TokenIds, at: int, match: tuple[int, str]) -> Explanation:
+    """Where a prompt leaves the nearest prefix, which begins with ``at`` tokens of it.
+
+    ``match``: how many of them are restorable, and why not more.
+    """
+    restorable, why = match
     there = int(stored[at]) if at < stored.size else None
     asked = int(tokens[at]) if at < tokens.size else None
     around = tuple(stored[max(0, at - _AROUND_TOKENS) : at + _AROUND_TOKENS].tolist())

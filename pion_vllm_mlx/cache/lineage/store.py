@@ -136,7 +136,7 @@ class LineageStore(Stored):
             self._faults.unavailable(error)
             return Match(ids, why=f"no store: {error}", withheld=int(ids.size))
         self._faults.answered()
-        match = match_of(found, ids, self._key.names, self._rules)
+        match = replace(match_of(found, ids, self._key.names, self._rules), nearest=found)
         point = match.checkpoint.length if match.checkpoint is not None else None
         self._recent.note(ids, match.common, match.length, point)
         refused = self._refused.longest(ids)

@@ -10,6 +10,7 @@ from pion_vllm_mlx.cache.lineage.client import CONNECT_SECONDS, LineageClient
 from pion_vllm_mlx.cache.lineage.conversations import Conversations
 from pion_vllm_mlx.cache.lineage.explain import explain
 from pion_vllm_mlx.cache.lineage.faults import Faults
+from pion_vllm_mlx.cache.lineage.index import Found
 from pion_vllm_mlx.cache.lineage.matching import Rules
 from pion_vllm_mlx.cache.lineage.model_key import Key
 from pion_vllm_mlx.cache.lineage.recent import Recent
@@ -42,13 +43,16 @@ class Stored:
             return False
         return True
 
-    def explain(self, tokens: Tokens) -> Explanation:
-        """Why ``tokens`` are not a longer hit: nearest prefix, first difference, key field."""
+    def explain(self, tokens: Tokens, then: Found | None = None) -> Explanation:
+        """Why ``tokens`` are not a longer hit: nearest prefix, first difference, key field.
+
+        ``then``: the ``nearest`` of an earlier match, by now they may be stored themselves.
+        """
         ids, why = token_ids(tokens)
         if ids is None or self._bypass is not None:
             return Explanation(0, 0, 0, sentence=why or self._bypass or "")
         try:
-            return explain(self._front, self._key, ids, self._rules)
+            return explain(self._front, self._key, ids, self._rules, then)
         except PionError as error:
             self._faults.unavailable(error)
             return Explanation(0, 0, 0, sentence=f"no store: {error}")

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.config import GIGABYTE
 from pion_vllm_mlx.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pion_vllm_mlx.cache.lineage.index import Found
 
 CutKind = Literal["guard", "anchor", "divergence"]
 KeepKind = Literal["guard", "anchor", "divergence", "final"]
@@ -86,8 +89,8 @@ class Match:
     ``common`` tokens agree with something stored; ``length`` of them, at most all but the
     last of the prompt, can be restored, 0 for none. ``why`` says why it is not more, "" where
     nothing is missing; ``withheld`` tokens might be had but for that: there was no store, or no
-    room for them. ``chain`` runs from the root to the leaf, which ends at ``stored``
-    tokens.
+    room for them. ``nearest`` is what the index had like it, for ``explain``. ``chain`` runs
+    from the root to the leaf, which ends at ``stored`` tokens.
     """
 
     tokens: TokenIds
@@ -98,6 +101,7 @@ class Match:
     checkpoint: Checkpoint | None = None
     stored: int = 0
     withheld: int = 0
+    nearest: Found | None = field(default=None, repr=False, compare=False)
 
     def __bool__(self) -> bool:
         return self.length > 0
