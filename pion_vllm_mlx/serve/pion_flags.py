@@ -113,7 +113,8 @@ def add_pion_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--no-resume",
         action="store_true",
-        help="keep no journal; an interrupted reply is not continued",
+        help="keep no journal: the reply of a killed engine is not continued "
+        "(else it is where requests are not batched, as with a seed)",
     )
 
 
