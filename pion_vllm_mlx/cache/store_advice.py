@@ -29,6 +29,8 @@ def what_helps(error: PionError, *, command_line: bool = False) -> str:
 
     ``command_line``: in the words of one who has options, and no arguments of Python.
     """
+    if isinstance(error.__cause__, CommandError):
+        error = error.__cause__  # the pause after a refusal is told as an absence
     if isinstance(error, AuthenticationRequired | WrongPassword | GreetingRefused):
         argument = "" if command_line else "as password= or "
         return f"give the server's password {argument}in PION_REQUIREPASS"

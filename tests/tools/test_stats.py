@@ -155,12 +155,13 @@ def test_a_missing_password_is_asked_for_in_words_of_the_command_line(
     server = RunningServer(free_port_block(), tmp_path / "data", ("--requirepass", "pw"))
     try:
         server.start()
-        assert cli.main(["stats", "--url", f"tcp://127.0.0.1:{server.port}"]) == 1
+        for command in (["stats"], ["explain", "x"]):
+            assert cli.main([*command, "--url", f"tcp://127.0.0.1:{server.port}"]) == 1
+            err = capsys.readouterr().err
+            assert "required; give the server's password in PION_REQUIREPASS" in err
+            assert "password=" not in err
     finally:
         server.stop()
-    err = capsys.readouterr().err
-    assert "required; give the server's password in PION_REQUIREPASS" in err
-    assert "password=" not in err
 
 
 def test_explain_of_sessions_without_a_prefix_says_that_the_client_prefills(
