@@ -48,6 +48,10 @@ class Listening(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+class Refused(ValueError):
+    """A request's settings are wrong."""
+
+
 class _Once(logging.Filter):
     """Lets pass the first of those records that begin like ``beginning``; all others, too."""
 
@@ -89,7 +93,10 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         elif self.path == EXPLAIN:
             self._explain()
         else:
-            super().do_POST()
+            try:
+                super().do_POST()
+            except Refused as error:  # mlx-lm 0.31 leaves it to nobody
+                self._answer(400, {"error": str(error)})
 
     def handle_health_check(self) -> None:
         """Healthy once the model is loaded."""
@@ -123,8 +130,14 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         return response
 
     def validate_model_parameters(self) -> None:
-        """mlx-lm's checks, and those that spare the other requests. Raises ValueError."""
-        super().validate_model_parameters()
+        """mlx-lm's checks, and those that spare the other requests. Raises Refused."""
+        try:
+            super().validate_model_parameters()
+            self._fit_sampling()
+        except ValueError as error:
+            raise Refused(str(error)) from error
+
+    def _fit_sampling(self) -> None:
         provider = self.response_generator.model_provider
         if provider.model is not None:
             fitted = fit_sampling(
