@@ -17,9 +17,26 @@ from pion_vllm_mlx.serve import engine_mlx_lm
 server: Any = importlib.import_module("mlx_lm.server")
 
 
-def counted(load: Any, counter: Path) -> Any:
-    """``load``, whose models count."""
+SEEN = "tests.serve.seen"
+"""The event of a forward call: what counts is nothing that the model's function holds."""
+
+
+def count(counter: Path) -> None:
+    """Has the tokens of all forward calls counted in a file."""
     seen = 0
+
+    def heard(event: str, told: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if event == SEEN:
+            seen += told[0]
+            counter.write_bytes(seen.to_bytes(8, "little"))
+
+    counter.write_bytes(bytes(8))
+    sys.addaudithook(heard)
+
+
+def counted(load: Any) -> Any:
+    """``load``, whose models tell what they see."""
 
     @functools.wraps(load)
     def loading(*args: Any, **options: Any) -> Any:
@@ -30,9 +47,7 @@ def counted(load: Any, counter: Path) -> Any:
             return found
 
         def call(self: Any, inputs: Any, *more: Any, **named: Any) -> Any:
-            nonlocal seen
-            seen += inputs.size
-            counter.write_bytes(seen.to_bytes(8, "little"))
+            sys.audit(SEEN, inputs.size)
             return original(self, inputs, *more, **named)
 
         call.counts = True  # type: ignore[attr-defined]
@@ -45,9 +60,8 @@ def counted(load: Any, counter: Path) -> Any:
 if __name__ == "__main__":
     words = sys.argv[1:]
     at = words.index("--counter")
-    counter = Path(words[at + 1])
-    counter.write_bytes(bytes(8))
-    server.load = counted(server.load, counter)
+    count(Path(words[at + 1]))
+    server.load = counted(server.load)
     code = engine_mlx_lm.main([*words[:at], *words[at + 2 :]])
     sys.stderr.flush()
     os._exit(code)  # as the engine itself does
