@@ -32,7 +32,7 @@ from pion_vllm_mlx.errors import ConfigError
 Identity = dict[str, Any]
 
 _OWN_PARTS = frozenset(
-    {"weights", "dtypes", "structure", "args", "code", "mlx", "cache", "format"}
+    {"weights", "dtypes", "structure", "args", "code", "functions", "mlx", "cache", "format"}
 )
 
 
@@ -98,7 +98,8 @@ class ModelIdentity:
             "dtypes": sorted({dtype_name(array.dtype) for _, array in found.arrays}),
             "structure": _digest("\n".join(found.scalars)),
             "args": _readable(vars(self._model).get("args")),
-            "code": _digest(code_digest(found.code) + live.digest),
+            "code": code_digest(found.code),
+            "functions": live.digest,
             "mlx": str(vars(mx)["__version__"]),
             "cache": json.loads(canonical_json(supported(self._model))),
         }

@@ -98,6 +98,8 @@ _KEY_FIELDS = {
     "dtypes": "the weights have another dtype",
     "code": "another version of mlx-lm computes this model: its K/V may differ; after an "
     "upgrade everything is computed once more",
+    "functions": "other code runs: functions replaced at run time, or another class of layers",
+    "mlx": "another version of mlx: its numbers may differ",
     "cache": "the model's caches are of other classes or sizes (for example --max-kv-size)",
     "format": "another storage format: give both the same --pion-vquant",
     "kv": "other quantized caches: give both the same --kv-bits and --kv-group-size",

@@ -215,13 +215,13 @@ def test_any_setting_of_a_module_belongs_to_the_key(one: Any, two: Any) -> None:
     for setting in (one, two, one):
         attention.setting = setting
         seen.append(dict(identity.fields()))
-    functions = {"code"} if callable(one) else set()
+    functions = {"functions"} if callable(one) else set()
     assert {"structure"} <= changed_fields(seen[0], seen[1]) <= {"structure"} | functions
     assert seen[0] == seen[2] == fields(model)
 
 
 def test_the_callers_parts_do_not_replace_the_models_own() -> None:
-    for part in ("weights", "code", "mlx", "format"):
+    for part in ("weights", "code", "functions", "mlx", "format"):
         with pytest.raises(ConfigError, match=part):
             ModelIdentity(tiny_model("llama"), extra={part: "mine"})
 

@@ -94,7 +94,7 @@ def test_a_replaced_function_changes_the_key_at_once_and_put_back_restores_it(
     with monkeypatch.context() as patched:
         PATCHES[name](patched)
         after = dict(identity.fields())
-        assert changed(before, after) == {"code"}
+        assert changed(before, after) == {"functions"}
         assert fields(model) == after
     assert identity.fields() == before == fields(model)
 
@@ -111,8 +111,8 @@ def test_two_patches_of_one_name_that_differ_in_what_they_hold_differ(
     values = (2, 3, 2.0, [2], mx.array(2), mx.array(3), mx.fast.rope, mx.fast.rms_norm)
     for held in (*values, lambda x: x, lambda x: -x):
         monkeypatch.setattr(llama.MLP, "__call__", scaled(held))
-        seen.append(fields(model)["code"])
-        assert fields(model)["code"] == seen[-1]
+        seen.append(fields(model)["functions"])
+        assert fields(model)["functions"] == seen[-1]
     assert len(set(seen)) == len(seen)
 
 
@@ -136,12 +136,12 @@ def test_what_a_patch_holds_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     model, settings, scale = tiny_model("llama"), {"by": 2}, mx.array([2.0])
     monkeypatch.setattr(llama.MLP, "__call__", lambda s, x: x * settings["by"] * scale)
     identity = ModelIdentity(model)
-    seen = [identity.fields()["code"]]
+    seen = [identity.fields()["functions"]]
     settings["by"] = 3
-    seen.append(identity.fields()["code"])
+    seen.append(identity.fields()["functions"])
     scale[0] = 4.0
-    seen.append(identity.fields()["code"])
-    assert len(set(seen)) == 3 and fields(model)["code"] == seen[-1]
+    seen.append(identity.fields()["functions"])
+    assert len(set(seen)) == 3 and fields(model)["functions"] == seen[-1]
 
 
 def test_another_class_of_one_layer_is_noticed_by_the_same_object() -> None:
@@ -153,7 +153,7 @@ def test_another_class_of_one_layer_is_noticed_by_the_same_object() -> None:
     identity = ModelIdentity(model)
     before = dict(identity.fields())
     model.model.layers[0].self_attn.__class__ = Doubled
-    assert "code" in changed(before, identity.fields())
+    assert "functions" in changed(before, identity.fields())
 
 
 def test_our_own_attention_patch_does_not_change_the_key() -> None:
@@ -186,7 +186,7 @@ def test_a_patch_below_our_attention_patch_changes_the_key(
     patched = fields(model)
     install_pion_attention_patch()
     try:
-        assert changed(before, patched) == {"code"} and fields(model) == patched
+        assert changed(before, patched) == {"functions"} and fields(model) == patched
     finally:
         uninstall_pion_attention_patch()
 
@@ -221,8 +221,8 @@ def typed_in(scale: int, change: str, seed: int) -> Any:
 def test_a_class_typed_into_a_shell_counts_by_what_it_does() -> None:
     one = typed_in(1, "* 1", 1)
     assert typed_in(1, "* 1", 2) == one
-    assert changed(one, typed_in(1, "* 2", 1)) == {"code"}
-    assert changed(one, typed_in(2, "* 1", 1)) == {"code"}
+    assert changed(one, typed_in(1, "* 2", 1)) == {"functions"}
+    assert changed(one, typed_in(2, "* 1", 1)) == {"functions"}
 
 
 def test_code_is_told_by_its_text_only_where_the_text_says_it(tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_a_method_of_an_own_models_file_may_be_replaced_and_is_noticed(
     model.net(1)
     assert identity.fields() == before  # a counter is no setting
     own.FACTOR = 3
-    assert changed(before, identity.fields()) == {"code"}
+    assert changed(before, identity.fields()) == {"functions"}
     own.FACTOR, own.turn = 2, lambda x: x
-    assert changed(before, identity.fields()) == {"code"}
+    assert changed(before, identity.fields()) == {"functions"}
     del sys.modules["own_net"]
