@@ -295,25 +295,16 @@ class Connection(asyncio.BufferedProtocol):
         self.server.commands_total += 1
         try:
             return dispatch.execute(self._context, args)
-        except CommandError as error:
-            return error
-        except OSError as error:
-            return _refused_by_system(args, error)
-        except Exception:  # noqa: BLE001 - outermost loop: a bug must not end the server
-            return _bug(args)
+        except Exception as error:  # noqa: BLE001 - a bug must not end the server
+            return _failed(args, error)
 
     async def _finish(self, pending: Awaitable[Reply], args: list[Arg]) -> None:
         """Wait for a command, send its reply, go on with the queue."""
         try:
             try:
                 reply: Reply = await pending
-            except CommandError as error:
-                # its frames hold open files, and this frame would hold them in a cycle
-                reply = error.with_traceback(None)
-            except OSError as error:
-                reply = _refused_by_system(args, error)
-            except Exception:  # noqa: BLE001 - outermost loop of a command
-                reply = _bug(args)
+            except Exception as error:  # noqa: BLE001 - outermost loop of a command
+                reply = _failed(args, error)
             dispatch.release(args)
             data = self._encoded(reply)
             if isinstance(data, Stream):
@@ -430,6 +421,14 @@ def _refused_by_system(args: list[Arg], error: OSError) -> CommandError:
     name = args[0].decode("latin-1") if isinstance(args[0], bytes) else "?"
     log.error("%s: %s", name, error)
     return CommandError(f"{name.upper()}: {error.strerror or error}")
+
+
+def _failed(args: list[Arg], error: Exception) -> CommandError:
+    """What a client is told of a command that failed; called where the error was caught."""
+    if isinstance(error, CommandError):
+        # its frames hold open files, and the caller's would hold them in a cycle
+        return error.with_traceback(None)
+    return _refused_by_system(args, error) if isinstance(error, OSError) else _bug(args)
 
 
 def _bug(args: list[Arg]) -> CommandError:
