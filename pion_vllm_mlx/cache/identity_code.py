@@ -22,14 +22,14 @@ from typing import NamedTuple
 _ALWAYS = ("mlx_lm.models.cache", "mlx_lm.models.base")
 _MLX_LM = "mlx_lm"
 _LIBRARIES = frozenset({"mlx", "builtins"})
-"""MLX itself is not part of the key: its layers are a stable interface."""
+"""MLX is in the key by its version, and by those of its functions that run."""
 
 
 def code_digest(defined: Iterable[type | FunctionType]) -> str:
     """32 hex digits over the source of the modules of classes and functions.
 
     What they import from mlx_lm and from their own packages is included, transitively. A
-    class without a source file (typed into a shell, for example) counts by its name.
+    class without a source file (typed into a shell, for example) counts by its name here.
     """
     open_names = {str(c.__module__) for c in defined} | set(_ALWAYS)
     open_names = {name for name in open_names if _package(name) not in _LIBRARIES}
