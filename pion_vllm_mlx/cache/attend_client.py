@@ -37,24 +37,41 @@ WORK_SECONDS = 60.0
 BINARY, RESP = "binary", "resp"
 
 _FUSED = 0x24
+_MAX_U16, _MAX_U32 = (1 << 16) - 1, (1 << 32) - 1
 _SELECTORS = {"": 0, "block_mean": 0, "block-mean": 0, "quest": 1}
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A resident layer: its session id, and the namespace that says on which worker it is."""
+    """A resident layer: its session id, and the namespace that says on which worker it is.
+
+    Raises ValueError for a session id of more than 65,535 bytes and a layer past 65,535.
+    """
 
     namespace: str
     sid: str
     layer: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.layer <= _MAX_U16:
+            raise ValueError(f"a layer is 0 to {_MAX_U16}, not {self.layer}")
+        if len(self.encoded) > _MAX_U16:
+            raise ValueError(f"a session id has at most {_MAX_U16} bytes, not {len(self.encoded)}")
+
+    @property
+    def encoded(self) -> bytes:
+        """The session id as it travels."""
+        return self.sid.encode("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True)
 class Query:
     """Queries ``[H_q, M, D]`` beside a suffix ``[H_kv, S, D]``; S may be 0.
 
-    ``head_map`` names the stored head of each query head, a byte each. ``window`` None asks
-    for the server's own, 0 for the whole prefix.
+    ``head_map`` names the stored head of each query head, a byte each; empty is the identity.
+    ``window`` None or -1 asks for the server's own, 0 for the whole prefix. Raises ValueError
+    for what does not fit together: the binary lane says no lengths, there it would be read
+    as something else.
     """
 
     q: Floats
@@ -62,6 +79,24 @@ class Query:
     values: Floats
     head_map: bytes
     window: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_window(self.window)
+        heads, kv_heads, dim = self.q.shape[0], self.keys.shape[0], self.q.shape[2]
+        if self.keys.shape != self.values.shape:
+            raise ValueError(f"K of shape {self.keys.shape} and V of shape {self.values.shape}")
+        if dim != self.keys.shape[2]:
+            raise ValueError(f"Q of head dimension {dim}, K of {self.keys.shape[2]}")
+        if max(heads, kv_heads, dim) > _MAX_U16:
+            raise ValueError(f"{heads} and {kv_heads} heads of {dim} values are too many")
+        named = len(self.head_map) or kv_heads
+        if named != heads:
+            raise ValueError(f"head_map names the stored heads of {named} query heads, not {heads}")
+
+    @property
+    def whole_head_map(self) -> bytes:
+        """A byte for each query head, the identity spelled out. Raises ValueError past 256."""
+        return self.head_map or bytes(range(self.q.shape[0]))
 
     @property
     def num_bytes(self) -> int:
@@ -261,18 +296,26 @@ def _query_command(slot: Slot, q: Floats, top_k: int, window: int | None) -> lis
 
 
 def _window(window: int | None) -> list[Part]:
+    _check_window(window)
     return [] if window is None else [window]
+
+
+def _check_window(window: int | None) -> None:
+    if window is not None and not -1 <= window <= _MAX_U32:
+        raise ValueError(f"a window is 0 to {_MAX_U32}, or -1 for the server's own, not {window}")
 
 
 def _fused_body(slot: Slot, query: Query) -> bytes:
     heads, rows, dim = query.q.shape
-    sid = slot.sid.encode("utf-8", "surrogateescape")
+    sid = slot.encoded
     head = struct.pack("<H", len(sid)) + sid
     head += struct.pack("<HHHH", slot.layer, heads, dim, query.keys.shape[0])
     head += struct.pack("<II", rows, query.keys.shape[1])
-    parts = [head, query.q.tobytes(), query.keys.tobytes(), query.values.tobytes(), query.head_map]
-    window = query.window
-    return b"".join(parts if window is None else [*parts, struct.pack("<I", window)])
+    parts = [head, query.q.tobytes(), query.keys.tobytes(), query.values.tobytes()]
+    parts.append(query.whole_head_map)
+    if query.window is not None and query.window >= 0:
+        parts.append(struct.pack("<I", query.window))  # without one the server takes its own
+    return b"".join(parts)
 
 
 def _floats(reply: Any, size: int) -> Floats:

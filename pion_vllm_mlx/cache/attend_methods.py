@@ -4,9 +4,10 @@ Letters: H_q query heads, H_kv stored heads, N prefix tokens, M query tokens, S 
 head dimension. Arrays are numpy's, or anything that numpy makes float32 arrays of. A slot
 that turns out cold is warmed from the stored rows of its namespace, once, and asked again.
 
-Every method raises ServerRefused, a RuntimeError, for what the server refuses, and
-StoreUnavailable where it does not answer. What is unknown stays unknown: these methods take
-a namespace at its word and compare neither model nor tokens.
+Every method raises ValueError for arrays and numbers that do not fit together, ServerRefused,
+a RuntimeError, for what the server refuses, and StoreUnavailable where it does not answer.
+What is unknown stays unknown: these methods take a namespace at its word and compare neither
+model nor tokens.
 """
 
 from __future__ import annotations
@@ -206,7 +207,8 @@ def even_head_map(heads: int, kv_heads: int) -> bytes:
 def _kv_heads(q: ArrayLike, kv_heads: int | None, head_map: HeadMap | None) -> int:
     if kv_heads is not None:
         return kv_heads
-    return int(np.asarray(q).shape[0]) if head_map is None else max(_map(head_map)) + 1
+    named = b"" if head_map is None else _map(head_map)
+    return max(named) + 1 if named else int(np.asarray(q).shape[0])
 
 
 def _slot(namespace: str, layer_id: int) -> Slot:

@@ -91,6 +91,53 @@ def test_refusals_are_runtime_errors_that_say_why(pc: Any) -> None:
         pc.attend_query_sparse_auto("ns", 0, normal(1, H_KV, D), 8, 1, selector="best")
 
 
+@pytest.mark.parametrize("pc", ["binary", "resp"], indirect=True)
+@pytest.mark.parametrize("head_map", [[], [1] * 4, [0] * 7, [0] * 12])
+def test_a_head_map_of_another_length_is_refused_before_it_travels(pc: Any, head_map: Any) -> None:
+    q, k = normal(10, 8, 1, D), normal(11, H_KV, 2, D)
+    for window in (None, 0):
+        with pytest.raises(ValueError, match="head_map"):
+            pc.attend_query_fused("ns", 0, q, k, k, head_map, window)
+    with pytest.raises(ValueError, match="head_map"):
+        pc.attend_query_sparse_auto_fused("ns", 0, q[:, 0], 8, 1, k, k, head_map=head_map)
+
+
+@pytest.mark.parametrize("pc", ["binary", "resp"], indirect=True)
+def test_an_empty_head_map_is_the_identity(pc: Any) -> None:
+    q, k, v = normal(12, H_KV, 1, D), normal(13, H_KV, 2, D), normal(14, H_KV, 2, D)
+    wanted = attended(q, np.concatenate([K, k], 1), np.concatenate([V, v], 1))[0]
+    for window in (None, 0, -1):
+        assert np.allclose(pc.attend_query_fused("ns", 0, q, k, v, [], window), wanted, atol=1e-5)
+    plain = pc.attend_query_sparse_auto("ns", 0, q[:, 0], 8, 9, head_map=[])
+    assert np.allclose(plain, attended(q, K, V)[0][:, 0], atol=1e-5)
+
+
+@pytest.mark.parametrize("pc", ["binary", "resp"], indirect=True)
+def test_a_suffix_whose_k_and_v_have_other_shapes_is_refused(pc: Any) -> None:
+    q, k = normal(15, H_Q, 1, D), normal(16, H_KV, 5, D)
+    pairs = [(k, k.reshape(5, H_KV, D)), (k, k[:, :4]), (k[..., :16], k[..., :16])]
+    for keys, values in pairs:
+        with pytest.raises(ValueError, match="shape|dimension"):
+            pc.attend_query_fused("ns", 0, q, keys, values, MAP)
+        with pytest.raises(ValueError, match="shape|dimension"):
+            pc.attend_query_sparse_auto_fused("ns", 0, q[:, 0], 8, 1, keys, values)
+
+
+@pytest.mark.parametrize("pc", ["binary", "resp"], indirect=True)
+def test_numbers_that_fit_no_field_are_refused_before_they_travel(pc: Any) -> None:
+    q, k = normal(17, H_Q, 1, D), normal(18, H_KV, 1, D)
+    for window in (-2, 2**32, 2**40):
+        with pytest.raises(ValueError, match="window"):
+            pc.attend_query_fused("ns", 0, q, k, k, MAP, window)
+        with pytest.raises(ValueError, match="window"):
+            pc.attend_query("ns", 0, k, fa_window=window)
+    for layer in (-1, 70_000):
+        with pytest.raises(ValueError, match="layer"):
+            pc.attend_query_fused("ns", layer, q, k, k, MAP)
+    with pytest.raises(ValueError, match="session id"):
+        pc.attend_query_fused("n" * 70_000, 0, q, k, k, MAP)
+
+
 def test_stage_2_makes_a_stored_prefix_resident_and_a_lookup_wants_both(opened: Opener) -> None:
     model, ids = tiny_model("llama"), token_ids(20)
     plain = opened(model)
