@@ -89,7 +89,6 @@ def _read(path: str, _: tuple[int, int]) -> SourceFile | None:
     """The last argument, size and time, tells versions of a file apart."""
     try:
         text = Path(path).read_bytes()
-        tree = ast.parse(text)
         code = compile(text, path, "exec", dont_inherit=True)
     except (OSError, SyntaxError, ValueError):
         return None
@@ -99,8 +98,15 @@ def _read(path: str, _: tuple[int, int]) -> SourceFile | None:
         place = inner.co_name, inner.co_firstlineno
         places[inner] = f"{place[0]}:{place[1]}:{met[place]}"
         met[place] += 1
-    names = (node.names for node in ast.walk(tree) if isinstance(node, ast.Global))
-    return SourceFile(_digest(text), places, frozenset(name for some in names for name in some))
+    return SourceFile(_digest(text), places, _reassigned(text))
+
+
+def _reassigned(text: bytes) -> frozenset[str]:
+    """The names of a text's ``global`` statements. Most texts have none: they are not parsed."""
+    if b"global" not in text:
+        return frozenset()
+    found = (node.names for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Global))
+    return frozenset(name for names in found for name in names)
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
