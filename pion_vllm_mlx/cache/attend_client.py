@@ -112,6 +112,16 @@ class Sparse:
     selector: int = 0
 
 
+@dataclass(frozen=True)
+class Whole:
+    """What a namespace must hold for WARM to take it: the tokens of each layer, and the
+    SHA-256 of its completion record, from before its rows are read until they are resident.
+    """
+
+    tokens: int
+    record: str
+
+
 def is_missing(error: CommandError) -> bool:
     """Whether a refusal says that the server has no such slot."""
     return type(error) is CommandError and error.sentence.startswith("session not found")
@@ -162,9 +172,17 @@ class AttendClient:
         reply = self._client.ask(slot.namespace, lambda c: c.command(*command))
         return reply.decode() if isinstance(reply, bytes) else str(reply)
 
-    def warm(self, namespace: str, sid: str, heads: int, dim: int) -> int:
-        """How many layers of ``heads`` times ``dim`` values were made resident under ``sid``."""
-        reply = self._work(namespace, ["KV.PREFIX.WARM", namespace, heads, dim, sid], 0)
+    def warm(
+        self, namespace: str, sid: str, heads: int, dim: int, whole: Whole | None = None
+    ) -> int:
+        """How many layers of ``heads`` times ``dim`` values were made resident under ``sid``.
+
+        With ``whole`` raises CommandError where a layer is not all there, or of another record.
+        """
+        command: list[Part] = ["KV.PREFIX.WARM", namespace, heads, dim, sid]
+        if whole is not None:
+            command += ["TOKENS", whole.tokens, "RECORD", whole.record]
+        reply = self._work(namespace, command, 0)
         words = (reply.decode() if isinstance(reply, bytes) else str(reply)).split()
         return int(words[0]) if words and words[0].isdigit() else 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,10 +24,15 @@ _MOST_NAMESPACES = 4096
 
 @dataclass(frozen=True)
 class StoredPrefix:
-    """A prefix that the server has entirely, of this model; ``sid`` names its content."""
+    """A prefix that the server has entirely, of this model; ``sid`` names its content.
+
+    ``record`` is the SHA-256 of its completion record: of the same content, stored again,
+    another one.
+    """
 
     sid: str
     num_tokens: int
+    record: str = field(compare=False)
 
 
 class AttendSource:
@@ -75,7 +80,8 @@ class AttendSource:
         _check_length(namespace, record.ids.size, num_tokens)
         ids = np.ascontiguousarray(record.ids, "<u4").tobytes()
         content = hashlib.sha256(identity_digest(identity).encode() + ids).hexdigest()
-        return StoredPrefix(f"{attention_session(namespace)}:{content}", num_tokens)
+        sid = f"{attention_session(namespace)}:{content}"
+        return StoredPrefix(sid, num_tokens, hashlib.sha256(blob).hexdigest())
 
     def shape(self, namespace: str) -> tuple[int, int] | None:
         """Heads and dimension of the first layer's keys, as they are stored; None if unknown."""
@@ -85,10 +91,6 @@ class AttendSource:
             return None
         heads = int(leaves[0]["heads"])
         return heads, int(leaves[0]["k"]) // heads
-
-    def drop(self, namespace: str) -> None:
-        """Frees a prefix, and whatever was made resident of it."""
-        self._client.drop(namespace)
 
 
 def _check_length(namespace: str, held: int, wanted: int) -> None:

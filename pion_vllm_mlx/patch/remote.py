@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.cache.attend_client import AttendClient, Query, Slot, Sparse, is_missing
+from pion_vllm_mlx.cache.attend_client import AttendClient, Query, Slot, Sparse, Whole, is_missing
 from pion_vllm_mlx.cache.attend_methods import attention_session, even_head_map
 from pion_vllm_mlx.cache.attend_source import StoredPrefix
-from pion_vllm_mlx.errors import ColdMiss, CommandError, PionError, StoreUnavailable
+from pion_vllm_mlx.errors import ColdMiss, CommandError, StoreUnavailable
 
 Floats = NDArray[np.float32]
 T = TypeVar("T")
@@ -91,15 +91,27 @@ class RemotePrefix:
             if warmed <= 0:
                 raise because
             return
-        self._same_as_before()
-        if self._client.warm(self.namespace, self.sid, heads, dim) <= 0:
+        if self._warm_stored(heads, dim) <= 0:
             raise because
+
+    def _warm_stored(self, heads: int, dim: int) -> int:
+        """As ``warm``, of this very prefix: the server compares the record while it reads.
+
+        Once more where the same prefix is being stored again. Raises StoreUnavailable where
+        another one took its place.
+        """
+        found = self._same_as_before()
         try:
-            self._same_as_before()
-        except PionError:
-            # What was warmed may be of other rows, under the name of these: it must go.
-            self._pc.source.drop(self.namespace)
-            raise
+            return self._warm_as(found, heads, dim)
+        except CommandError:
+            again = self._same_as_before()
+            if again.record == found.record:
+                raise
+        return self._warm_as(again, heads, dim)
+
+    def _warm_as(self, found: StoredPrefix, heads: int, dim: int) -> int:
+        whole = Whole(found.num_tokens, found.record)
+        return self._client.warm(self.namespace, self.sid, heads, dim, whole)
 
     def _find(self) -> StoredPrefix | None:
         source = self._pc.source
@@ -108,11 +120,12 @@ class RemotePrefix:
         )
         return found
 
-    def _same_as_before(self) -> None:
-        """Raises StoreUnavailable where the namespace holds another prefix by now."""
+    def _same_as_before(self) -> StoredPrefix:
+        """What the namespace holds by now. Raises StoreUnavailable for another prefix."""
         try:
             found = self._find()
         except ValueError as error:
             raise StoreUnavailable(f"the prefix was replaced: {error}") from error
-        if found != self._stored:
+        if found is None or found != self._stored:
             raise StoreUnavailable(f"the prefix of namespace {self.namespace} is gone")
+        return found

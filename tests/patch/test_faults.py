@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from crc32c import crc32c
 
 import pion_vllm_mlx
 from pion_vllm_mlx import StoreUnavailable
 from pion_vllm_mlx.cache.attend_client import AttendClient
+from pion_vllm_mlx.cache.completion import Run
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
+from pion_vllm_mlx.cache.store_client import StoreClient
+from pion_vllm_mlx.errors import CommandError
 from tests.conftest import RunningServer, running_server
 from tests.models import tiny_model, token_ids
 from tests.patch.conftest import LANES, Opener, alone, forwards, furthest
@@ -147,9 +152,53 @@ def test_rows_that_are_replaced_while_they_are_warmed_do_not_stay(
     with pytest.raises(StoreUnavailable, match="replaced"):
         forwards(model, cache, 0)
     monkeypatch.undo()
-    assert not pc.lookup("raced")
+    assert second.lookup("raced")  # a reader takes nothing away from a writer
+    forwards(model, pion_vllm_mlx.make_pion_prompt_cache(model, "raced", second, len(OTHER)), 0)
     again = stored(pc, model, "raced")
     assert furthest(forwards(model, again, 2), alone(model, IDS, 2)) < 1e-5
+
+
+def test_a_prefix_being_stored_again_is_never_warmed_half(
+    own: tuple[RunningServer, Opener], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = own[1]
+    model = tiny_model("llama")
+    pc, second = opened(model), opened(model)
+    cache = stored(pc, model, "again")
+    warm, store_rows = AttendClient.warm, StoreClient.store_rows
+    refused = []
+
+    def halfway(client: AttendClient, *what: Any) -> int:
+        def store(to: StoreClient, namespace: str, blobs: Any) -> int:
+            runs = list(blobs)
+            store_rows(to, namespace, [_first_half(*one) for one in runs])
+            try:
+                warm(client, *what)
+            except CommandError as error:
+                refused.append(error)
+            return store_rows(to, namespace, runs)
+
+        monkeypatch.undo()
+        monkeypatch.setattr(StoreClient, "store_rows", store)
+        second._client.drop("again")
+        second.get_or_prefill(IDS, "again")
+        monkeypatch.undo()
+        return warm(client, *what)
+
+    monkeypatch.setattr(AttendClient, "warm", halfway)
+    monkeypatch.setenv("PION_PROMPT_CACHE_NO_INPROC", "1")
+    wanted = alone(model, IDS, 2)
+    assert furthest(forwards(model, cache, 2), wanted) < 1e-5
+    assert refused
+    late = pion_vllm_mlx.make_pion_prompt_cache(model, "again", opened(model), len(IDS))
+    assert furthest(forwards(model, late, 2), wanted) < 1e-5
+
+
+def _first_half(run: Run, blob: Any) -> tuple[Run, bytes]:
+    """The first rows of each head of a run that is stored head by head."""
+    heads, rows = 2, run.rows // 2
+    cut = np.frombuffer(memoryview(blob), np.uint8).reshape(heads, run.rows, -1)[:, :rows]
+    return replace(run, rows=rows, crc=crc32c(cut.tobytes())), cut.tobytes()
 
 
 @pytest.mark.parametrize("lane", LANES)

@@ -7,6 +7,7 @@ is to be kept is copied as bits; the 4-bit groups of mlx4g32 may stay as they ar
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,8 @@ from pion_vllm_mlx.formats.base import Bytes
 from pion_vllm_mlx.kernels import api
 from pion_vllm_mlx.kernels.quantized import dequantized
 from pion_vllm_mlx.server.attention.resident import Resident
-from pion_vllm_mlx.server.store.index import LayerRows
+from pion_vllm_mlx.server.store.files import pread_exactly
+from pion_vllm_mlx.server.store.index import LayerRows, StateBlob, place_file
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, read_head, read_layer
 
 #: how formats of one number a value lie in memory; numpy has no bfloat16.
@@ -168,3 +170,12 @@ def _windows(rows: LayerRows, first: int, last: int) -> list[tuple[int, int]]:
     """Ranges of rows that are converted at once."""
     step = max(1, WINDOW_BYTES // max(1, rows.spec.width * 4))
     return [(begin, min(begin + step, last)) for begin in range(first, last, step)]
+
+
+def state_digest(blob: StateBlob) -> str:
+    """SHA-256 of a state's bytes, in hexadecimal. Reads the disk; raises OSError."""
+    file, digest = place_file(blob.place), hashlib.sha256()
+    for at in range(0, blob.length, WINDOW_BYTES):
+        count = min(WINDOW_BYTES, blob.length - at)
+        digest.update(pread_exactly(file.fd, count, blob.place.offset + at))
+    return digest.hexdigest()

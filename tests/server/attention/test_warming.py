@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from collections.abc import Iterator
@@ -176,6 +177,43 @@ def test_another_session_may_be_named(ask: Asking) -> None:
     check(ask.at("some|other sid", 0), by_head(keys), by_head(values))
 
 
+def test_with_tokens_a_half_stored_layer_is_refused(ask: Asking) -> None:
+    wire, ns = ask.wire, ask.sid
+    register(wire, ns, "fp32")
+    keys, values = rows_of(62), rows_of(63)
+    words = ("KV.PREFIX.WARM", ns, HEADS, DIM, ns, "TOKENS", ROWS)
+    store(wire, ns, 0, keys[:45], values[:45])
+    refuse(wire, f"layer 0 holds 45 tokens, not {ROWS}", *words)
+    wire.ok("V.STOREBATCH", f"{ns}_pk", 0, 45, 45, keys[45:].tobytes())
+    refuse(wire, "layer 0 holds 45 tokens", *words)
+    assert ask.at(layer=0).lookup() == "MISS"
+    wire.ok("V.STOREBATCH", f"{ns}_pv", 0, 45, 45, values[45:].tobytes())
+    assert wire.ask(*words) == "1"
+    check(ask.at(layer=0), by_head(keys), by_head(values))
+    refuse(wire, f"layer 0 holds {ROWS} tokens, not 45", *words[:-1], 45)
+    sliding = ns + "sliding"
+    register(wire, sliding, "fp32")
+    store(wire, sliding, 0, keys[:30], values[:30], start=60)
+    assert wire.ask("KV.PREFIX.WARM", sliding, HEADS, DIM, sliding, "TOKENS", ROWS) == "1"
+    check(ask.at(sliding, 0), by_head(keys[:30]), by_head(values[:30]), 30)
+
+
+def test_with_a_record_only_what_is_stored_under_it_is_warmed(ask: Asking) -> None:
+    wire, ns = ask.wire, ask.sid
+    register(wire, ns, "fp32")
+    keys, values = rows_of(64), rows_of(65)
+    store(wire, ns, 0, keys, values)
+    record = b"what was stored" * 1000
+    words = ("KV.PREFIX.WARM", ns, HEADS, DIM, ns, "RECORD", hashlib.sha256(record).hexdigest())
+    refuse(wire, "no completion record", *words)
+    wire.ok("SSM.PREFIX.STORE", ns, 65535, record[1:])
+    refuse(wire, "another completion record", *words)
+    assert ask.at(layer=0).lookup() == "MISS"
+    wire.ok("SSM.PREFIX.STORE", ns, 65535, record)
+    assert wire.ask(*words) == "1"
+    check(ask.at(layer=0), by_head(keys), by_head(values))
+
+
 def test_what_cannot_be_warmed_is_refused(ask: Asking) -> None:
     wire, ns = ask.wire, ask.sid
     missing = "KV.PREFIX.WARM session not found"
@@ -187,7 +225,9 @@ def test_what_cannot_be_warmed_is_refused(ask: Asking) -> None:
         refuse(wire, "H", "KV.PREFIX.WARM", ns, bad, DIM)
         refuse(wire, "", "KV.PREFIX.WARM", ns, HEADS, bad + "0" if bad == "0" else bad)
     refuse(wire, "wrong number", "KV.PREFIX.WARM", ns, HEADS)
-    refuse(wire, "wrong number", "KV.PREFIX.WARM", ns, HEADS, DIM, "a", "b")
+    refuse(wire, "unknown option", "KV.PREFIX.WARM", ns, HEADS, DIM, "a", "b")
+    refuse(wire, "lacks its value", "KV.PREFIX.WARM", ns, HEADS, DIM, "a", "TOKENS")
+    refuse(wire, "TOKENS", "KV.PREFIX.WARM", ns, HEADS, DIM, "a", "TOKENS", 0)
     refuse(wire, "1 to 65535 bytes", "KV.PREFIX.WARM", ns, HEADS, DIM, "")
     wire.ask("V.DROP", f"{ns}_pv")
     refuse(wire, missing, "KV.PREFIX.WARM", ns, HEADS, DIM)
