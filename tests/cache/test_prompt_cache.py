@@ -77,21 +77,21 @@ def test_other_dtypes_come_back_as_they_are(lanes: Lanes, lane: str, dtype: mx.D
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_caches_come_back_as_they_are(lanes: Lanes, bits: int) -> None:
+def test_quantized_caches_come_back_as_they_are(
+    lanes: Lanes, bits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make_cache(self: Any) -> list[Any]:
+        return [mlx_cache.QuantizedKVCache(group_size=32, bits=bits) for _ in self.layers]
+
     model = tiny_model("llama")
-    type(model).make_cache = lambda self: [
-        mlx_cache.QuantizedKVCache(group_size=32, bits=bits) for _ in self.layers
-    ]
-    try:
-        wanted = continued(model, unstored(model, IDS))
-        name = f"quantized{bits}"
-        lanes(model).get_or_prefill(IDS, name)
-        for lane in ("mapped", IN_PLACE, "stored", "range"):
-            other = lanes(model, lane)
-            assert continued(model, other.get_or_prefill(IDS, name)) == wanted
-            assert other.stats()["last_lane"] == expected_lane(lane, model)
-    finally:
-        del type(model).make_cache
+    monkeypatch.setattr(type(model), "make_cache", make_cache, raising=False)
+    wanted = continued(model, unstored(model, IDS))
+    name = f"quantized{bits}"
+    lanes(model).get_or_prefill(IDS, name)
+    for lane in ("mapped", IN_PLACE, "stored", "range"):
+        other = lanes(model, lane)
+        assert continued(model, other.get_or_prefill(IDS, name)) == wanted
+        assert other.stats()["last_lane"] == expected_lane(lane, model)
 
 
 def test_runs_that_were_cut_are_joined(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,21 +269,19 @@ def test_lanes_agree_on_converted_rows(lanes: Lanes) -> None:
 
 
 def test_a_class_that_is_not_known_is_refused_by_name_and_prefilled(
-    lanes: Lanes, caplog: pytest.LogCaptureFixture
+    lanes: Lanes, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class OwnCache(mlx_cache.KVCache):
         pass
 
     model = tiny_model("llama")
     wanted = continued(model, unstored(model, IDS))
-    type(model).make_cache = lambda self: [OwnCache() for _ in self.layers]
-    try:
-        pion = lanes(model)
-        with caplog.at_level(logging.WARNING, "pion_vllm_mlx"):
-            for _ in range(2):
-                assert continued(model, pion.get_or_prefill(IDS, "own")) == wanted
-    finally:
-        del type(model).make_cache
+    own = lambda self: [OwnCache() for _ in self.layers]  # noqa: E731
+    monkeypatch.setattr(type(model), "make_cache", own, raising=False)
+    pion = lanes(model)
+    with caplog.at_level(logging.WARNING, "pion_vllm_mlx"):
+        for _ in range(2):
+            assert continued(model, pion.get_or_prefill(IDS, "own")) == wanted
     assert "OwnCache in slot 0" in str(pion.last_miss_reason)
     assert pion.stats()["refused"] == 2 and len(caplog.records) == 1
     assert not pion.lookup("own")
