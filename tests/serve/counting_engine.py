@@ -10,10 +10,10 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 from pion_vllm_mlx.serve import engine_mlx_lm
+from tests.counted import as_ours
 
 server: Any = importlib.import_module("mlx_lm.server")
 
@@ -34,14 +34,6 @@ def count(counter: Path) -> None:
 
     counter.write_bytes(bytes(8))
     sys.addaudithook(heard)
-
-
-def as_ours(call: FunctionType) -> FunctionType:
-    """The function as one of the product, which counts in a model's key as its ``original``."""
-    space = {**call.__globals__, "__name__": "pion_vllm_mlx.counting"}
-    made = FunctionType(call.__code__, space, call.__name__, call.__defaults__, call.__closure__)
-    made.counts = True  # type: ignore[attr-defined]
-    return made
 
 
 def counted(load: Any) -> Any:
