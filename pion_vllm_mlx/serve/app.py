@@ -32,6 +32,7 @@ from pion_vllm_mlx.serve.gate import RECORD, Door, Gate, shape_of
 from pion_vllm_mlx.serve.reply import Reply
 from pion_vllm_mlx.serve.request_body import read_object
 from pion_vllm_mlx.serve.responses_reply import ResponsesReply
+from pion_vllm_mlx.serve.sampling import check_sampling
 from pion_vllm_mlx.serve.supervisor import Supervisor
 
 CHAT = "/v1/chat/completions"
@@ -151,6 +152,7 @@ class Front:
         self, request: Request, path: str, sent: Json, reply: Reply, body: Json
     ) -> ASGIApp:
         stream = body.get("stream") is True
+        check_sampling(sent)
         if body.get("logprobs") and not self.supervisor.command.logprobs:
             raise bad_request("logprobs: this engine gives none")
         if not stream and body.get("logprobs") and isinstance(reply, ChatReply | CompletionReply):

@@ -219,8 +219,14 @@ def _chunk(payload: str) -> Json:
     if not isinstance(chunk, dict):
         raise engine_gone("the engine sent a chunk that is no JSON object")
     if chunk.get("error"):
-        raise ApiError(500, error_text(payload.encode()))
+        raise from_engine(_status_of(chunk["error"]), error_text(payload.encode()))
     return chunk
+
+
+def _status_of(error: object) -> int:
+    """The status that an error in a stream would have had before its headers: its code."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and not isinstance(code, bool) else 500
 
 
 def error_text(body: bytes) -> str:

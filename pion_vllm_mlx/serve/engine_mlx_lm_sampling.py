@@ -8,23 +8,13 @@ same, while the request is alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-_NUMBERS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "xtc_probability",
-    "xtc_threshold",
-)
+from pion_vllm_mlx.serve.sampling import LARGEST, RANGES
+
 _CONTEXTS = ("repetition_context_size", "presence_context_size", "frequency_context_size")
-_LONGEST_CONTEXT = (1 << 31) - 1
-_HIGHEST_XTC_THRESHOLD = 0.5
-_LARGEST = 3.4e38  # of a float32
+_LONGEST_CONTEXT = _MOST_TOKENS = (1 << 31) - 1
 
 
 def fit_sampling(asked: dict[str, Any], vocabulary: Callable[[], int]) -> dict[str, Any]:
@@ -34,7 +24,7 @@ def fit_sampling(asked: dict[str, Any], vocabulary: Callable[[], int]) -> dict[s
     which names the field.
     """
     fitted: dict[str, Any] = {}
-    for name in _NUMBERS:
+    for name in RANGES:
         if name in asked:
             fitted[name] = _number(name, asked[name])
     for name in _CONTEXTS:
@@ -42,24 +32,35 @@ def fit_sampling(asked: dict[str, Any], vocabulary: Callable[[], int]) -> dict[s
             fitted[name] = min(asked[name], _LONGEST_CONTEXT)
     if asked.get("top_k") and asked["top_k"] >= vocabulary():
         fitted["top_k"] = 0  # all of them, which mlx-lm says with 0
-    if fitted.get("xtc_probability") and fitted["xtc_threshold"] > _HIGHEST_XTC_THRESHOLD:
-        raise ValueError(f"xtc_threshold must be at most {_HIGHEST_XTC_THRESHOLD}")
+    highest = RANGES["xtc_threshold"][1]
+    if fitted.get("xtc_probability") and fitted["xtc_threshold"] > highest:
+        raise ValueError(f"xtc_threshold must be at most {highest:g}")
     biases = asked.get("logit_bias") or {}
-    size = vocabulary() if biases else 0
-    for token, bias in biases.items():
-        if not 0 <= token < size:
-            raise ValueError(f"logit_bias: there is no token {token}")
+    refuse_foreign_tokens(biases, vocabulary() if biases else 0)
+    for bias in biases.values():
         _number("logit_bias", bias)
     return fitted
 
 
-def vocabulary_of(model: Any, tokenizer: Any) -> int:
-    """How many token ids both the model and its tokenizer have."""
+def refuse_foreign_tokens(tokens: Iterable[int], size: int) -> None:
+    """Raises ValueError for a token id that is not among the ``size`` that a model has.
+
+    MLX writes a bias wherever its index leads.
+    """
+    for token in tokens:
+        if not 0 <= token < size:
+            raise ValueError(f"logit_bias: there is no token {token}")
+
+
+def vocabulary_of(model: Any, tokenizer: Any = None) -> int:
+    """How many token ids a model has, and its tokenizer, if that is given."""
     settings = vars(model.args)
     text = settings.get("text_config")
     known = [settings.get("vocab_size"), text.get("vocab_size") if isinstance(text, dict) else None]
     sizes = [size for size in known if isinstance(size, int)]
-    return min([len(tokenizer.get_vocab()), *sizes])
+    if tokenizer is not None:
+        sizes.append(len(tokenizer.get_vocab()))
+    return min(sizes, default=_MOST_TOKENS)
 
 
 def _number(name: str, value: float) -> float:
@@ -67,6 +68,6 @@ def _number(name: str, value: float) -> float:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not abs(number) <= _LARGEST:
+    if not abs(number) <= LARGEST:
         raise ValueError(f"{name} must be a number that a float32 can hold")
     return number
