@@ -2,23 +2,27 @@
 
 It offers what the scheduler calls and reads of ``MemoryAwarePrefixCache`` and keeps no array
 that is not this module's: a small tier of live caches in the process, and behind it the
-lineage store, asked only where it may hold more.  Everything but the statistics runs on the
-thread that owns MLX; the statistics are plain numbers that any thread may read.
+lineage store, asked only where it may hold more.  ``look_up`` asks it, and reads what it has, on
+a thread beside the one that generates, before the scheduler calls ``fetch``; what was not looked
+up is looked up there.  Everything else runs on the thread that owns MLX, but for the statistics,
+plain numbers that any thread may read.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.beside import Beside, Blocking
 from pion_vllm_mlx.cache.lineage import Cut, LineageOptions, LineageStore, Match, policy
+from pion_vllm_mlx.cache.lineage.missed import NOT_RESTORED
 from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.live_tier import LiveTier, Tokens, check_length
+from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Counters, LookedUp, Lookup, Miss
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
 
 log = logging.getLogger(__name__)
@@ -35,6 +39,8 @@ UNEXPECTED = (
     ValueError,
 )
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class BackendSettings:
@@ -48,63 +54,13 @@ class BackendSettings:
     keep_replies: bool = True
 
 
-@dataclass
-class Lookup:
-    """What a fetch found: for cuts, the log line and the receipt.
-
-    ``tier``: ``memory``, the store's lane, or ``none``.  ``why`` says why it was not more.
-    """
-
-    ids: TokenIds
-    reused_tokens: int = 0
-    tier: str = "none"
-    why: str = ""
-    common: int = 0
-    restore_ms: float = 0.0
-    match: Match | None = None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
-        return int(self.ids.size)
-
-
-@dataclass(frozen=True)
-class Miss:
-    """The last prompt that was not wholly reused, and the engine it was asked of."""
-
-    core: Any
-    tokens: list[int]
-    at: float = field(default_factory=time.monotonic)
-
-
-@dataclass
-class Counters:
-    """Numbers of one cache object; written by one thread, read by any.
-
-    Of all requests: ``tokens_prompt`` tokens of prompts, of which ``tokens_reused`` were not
-    computed. ``kept_live`` and ``refused_live`` are prefixes, ``replies_kept`` of those the ends
-    of replies: a next turn reuses what was generated, too. The store has counters of its own.
-    """
-
-    requests: int = 0
-    tokens_prompt: int = 0
-    tokens_reused: int = 0
-    hits_memory: int = 0
-    hits_store: int = 0
-    hits_none: int = 0
-    kept_live: int = 0
-    replies_kept: int = 0
-    refused_live: int = 0
-
-
 class PionPrefixCache:
     """A prefix cache of two tiers in the place of vllm-mlx's own."""
 
     def __init__(self, model: Any, config: Any, settings: BackendSettings) -> None:
         """``config`` is vllm-mlx's MemoryCacheConfig: the budget of the in-process tier."""
         self.settings = settings
-        self._model = model
+        self.model = model
         self._live = LiveTier(int(config.compute_memory_limit()), int(config.max_entries))
         self._store: LineageStore | None = None
         self._store_opened = False
@@ -118,6 +74,9 @@ class PionPrefixCache:
         self.last_lookup = Lookup(NO_TOKENS)
         self.last_miss: Miss | None = None
         self.prefill_tokens_per_second = 0.0
+        self.blocking = Blocking()
+        self._beside = Beside()
+        self._looked_up = LookedUp()
 
     # What the scheduler calls ------------------------------------------------------------
 
@@ -126,10 +85,13 @@ class PionPrefixCache:
 
         The caches are the caller's own; None with all of ``tokens`` for a miss.
         """
-        prompt = list(tokens)
+        with self.blocking.measured("fetch"):
+            return self._fetch(list(tokens))
+
+    def _fetch(self, prompt: list[int]) -> tuple[list[Any] | None, list[int]]:
         try:
-            ids, why = token_ids(prompt)
-            lookup = Lookup(NO_TOKENS if ids is None else ids, why=why)
+            lookup = self._begun(prompt)
+            lookup = self._looked_up.take(lookup.ids) or lookup
             caches = self._find(lookup) if lookup.prompt_tokens > 1 else None
         except UNEXPECTED as error:
             # A prefix cache is no reason for a request to fail.
@@ -239,6 +201,10 @@ class PionPrefixCache:
 
         A reply's recurrent state stays in this process: it would be a second state a turn.
         """
+        with self.blocking.measured("keep"):
+            return self._keep(tokens, caches, kind, reply)
+
+    def _keep(self, tokens: Tokens, caches: Sequence[Any], kind: KeepKind, reply: bool) -> bool:
         try:
             check_length(caches, len(tokens))
             live = self._live.put(tokens, caches, kind)
@@ -255,6 +221,27 @@ class PionPrefixCache:
         self._counters.refused_live += 1
         return False
 
+    def look_up(self, tokens: Sequence[int]) -> Lookup | None:
+        """Has the store asked for a prompt, and read, before ``fetch`` is called for it.
+
+        For the thread beside; None where there is nothing to ask.
+        """
+        lookup = self._begun(list(tokens))
+        if self._store is None or lookup.prompt_tokens < 2:
+            return None
+        hit = self._live.find(lookup.ids)
+        self._ask_store(lookup, hit.length if hit else 0)
+        self._looked_up.add(lookup)
+        return lookup
+
+    def forget(self, lookup: Lookup) -> None:
+        """Nobody will fetch what was looked up, if nobody has."""
+        self._looked_up.forget(lookup)
+
+    def beside(self, call: Callable[[], T]) -> Future[T]:
+        """What ``call`` gives on the thread that asks the store."""
+        return self._beside.ask(call)
+
     def cuts(self, lookup: Lookup, anchor: int | None) -> list[Cut]:
         """Where this prompt's cache has to be kept while what is not reused is prefilled.
 
@@ -263,11 +250,7 @@ class PionPrefixCache:
         if not self.wants_anchors:
             return []
         match = lookup.match if lookup.match is not None else Match(lookup.ids)
-        match = replace(
-            match,
-            length=lookup.reused_tokens,
-            common=max(lookup.common, match.common),
-        )
+        match = replace(match, length=lookup.reused_tokens, common=lookup.common)
         store = self.store_or_none()
         if store is not None and store.bypass is None:
             return store.cuts(lookup.ids, match, anchor)
@@ -295,7 +278,7 @@ class PionPrefixCache:
             self._store_opened = True
             if self.settings.options is not None:
                 try:
-                    self._store = LineageStore(self._model, self.settings.options)
+                    self._store = LineageStore(self.model, self.settings.options)
                     self._store.connect()  # the first look-up has not so much time
                 except PionError as reason:
                     self._tell(f"no store: {reason}")
@@ -307,51 +290,60 @@ class PionPrefixCache:
         mine: dict[str, Any] = {**vars(self._counters), "live_bytes": self._live.nbytes}
         if self.settings.options is None:
             return {"pion": "disabled", **mine}
-        return {**mine, **(store.stats() if store is not None else {})}
+        stored = store.stats() if store is not None else {}
+        return {**mine, **stored, "generation_thread": self.blocking.as_dict()}
 
     def close(self) -> None:
         """Write what waits and let the store go."""
         if self._store is not None:
             self._store.close()
         self._store = None
+        self._beside.close()
 
     # --------------------------------------------------------------------------------------
 
+    def _begun(self, prompt: list[int]) -> Lookup:
+        ids, why = token_ids(prompt)
+        return Lookup(NO_TOKENS if ids is None else ids, why=why)
+
     def _find(self, lookup: Lookup) -> list[Any] | None:
         """The longest prefix of either tier; notes in ``lookup`` what it was."""
+        lookup.near = self._live.nearest(lookup.ids)
         hit = self._live.find(lookup.ids)
-        lookup.common = self._live.common(lookup.ids)
-        length = hit.length if hit else 0
-        stored = self._restored(length, lookup)
-        if stored is not None:
-            return stored
-        caches = self._live.take(hit) if hit else None
-        if caches is not None:
-            lookup.tier, lookup.reused_tokens = "memory", length
-            if lookup.match is None or lookup.match.length <= length:
-                lookup.why = ""
-        lookup.why = lookup.why or _why_not_more(lookup)
+        held = hit.length if hit else 0
+        if not lookup.asked or held < lookup.held:  # what made the store unwanted is gone again
+            self.store_or_none()
+            self._ask_store(lookup, held)
+        restored, lookup.restored = lookup.restored, None
+        caches = None
+        if restored is not None and restored.length > held:
+            lookup.tier, lookup.reused_tokens = restored.lane, restored.length
+            lookup.restore_ms, caches = restored.ms, list(restored.caches)
+        elif hit is not None:
+            caches = self._live.take(hit)
+            if caches is not None:
+                lookup.tier, lookup.reused_tokens = "memory", held
+        lookup.say_why()
         return caches
 
-    def _restored(self, length: int, lookup: Lookup) -> list[Any] | None:
-        """What the store holds, where that is at least ``min_gain`` tokens more."""
-        options, store = self.settings.options, self.store_or_none()
+    def _ask_store(self, lookup: Lookup, held: int) -> None:
+        """Reads what the store holds, where that is at least ``min_gain`` tokens more."""
+        options, store = self.settings.options, self._store
+        lookup.asked, lookup.held = True, held
         if store is None or options is None:
-            return None
-        if lookup.prompt_tokens - 1 - length < options.min_gain:
-            return None
+            return
+        if lookup.prompt_tokens - 1 - held < options.min_gain:
+            return
         lookup.match = match = store.match(lookup.ids)
-        lookup.common = max(lookup.common, match.common)
-        lookup.why = match.why
-        if match.length < length + options.min_gain:
-            return None
+        if match.withheld > held:
+            lookup.why = match.why
+        if match.length < held + options.min_gain:
+            return
         restored = store.restore(match)
-        if restored is None or restored.length <= length:
-            lookup.why = "what is stored could not be restored"
-            return None
-        lookup.tier, lookup.reused_tokens = restored.lane, restored.length
-        lookup.restore_ms = restored.ms
-        return list(restored.caches)
+        if restored is None or restored.length <= held:
+            lookup.why = NOT_RESTORED
+        else:
+            lookup.restored = restored
 
     def _count(self, lookup: Lookup, prompt_tokens: int) -> None:
         counters = self._counters
@@ -380,14 +372,3 @@ def _kinds(model: Any) -> set[str]:
                 yield type(cache).__name__
 
     return set(names(make_prompt_cache(model)))
-
-
-def _why_not_more(lookup: Lookup) -> str:
-    count, length, common = lookup.prompt_tokens, lookup.reused_tokens, lookup.common
-    if length >= count - 1:
-        return ""
-    if common > length:
-        return f"{common} tokens agree with an earlier prompt, but no state was kept there"
-    if not common:
-        return "no earlier prompt begins like this one"
-    return "no earlier prompt goes on like this one"

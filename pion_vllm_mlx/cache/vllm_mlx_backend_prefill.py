@@ -22,7 +22,8 @@ from pion_vllm_mlx.cache.completion import token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.padding import pads_wrongly
 from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import AnchorTexts
-from pion_vllm_mlx.cache.vllm_mlx_backend_cache import UNEXPECTED, Lookup, PionPrefixCache
+from pion_vllm_mlx.cache.vllm_mlx_backend_cache import UNEXPECTED, PionPrefixCache
+from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Lookup
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
     ADD_TO_SCHEDULER,
     CREATE_GENERATOR,
@@ -33,6 +34,10 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
 )
 
 log = logging.getLogger(__name__)
+
+
+class NoTokens(ValueError):
+    """A prompt of no tokens: the step that it is scheduled in would fail for every request."""
 
 
 class PrefillWatch:
@@ -205,6 +210,10 @@ def patch_scheduler(replacements: Replacements, anchors: AnchorTexts) -> None:
         cache: PionPrefixCache = self.memory_aware_cache
         cache.bound(self.config.max_kv_size)
         result = original(self, request)
+        if not request.prompt_token_ids:
+            self.waiting.remove(request)
+            del self.requests[request.request_id]
+            raise NoTokens("the prompt has no tokens")
         request.pion_lookup = cache.last_lookup
         if cache.wants_anchors and isinstance(request.prompt, str):
             try:

@@ -8,17 +8,24 @@ beside OpenAI's.  Everything else passes through untouched.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from pion_vllm_mlx.cache.vllm_mlx_backend_cache import Lookup, Miss, PionPrefixCache
-from pion_vllm_mlx.cache.vllm_mlx_backend_prefill import lookup_of
+from pion_vllm_mlx.cache.beside import MOST_DEADLINES
+from pion_vllm_mlx.cache.vllm_mlx_backend_cache import UNEXPECTED, PionPrefixCache
+from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Lookup, Miss
+from pion_vllm_mlx.cache.vllm_mlx_backend_prefill import NoTokens, lookup_of
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import ADD_TO_ENGINE, Replacements
+
+log = logging.getLogger(__name__)
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -74,8 +81,16 @@ def patch_engine(replacements: Replacements) -> None:
             tokens = self.scheduler._actual_tokenizer.encode(prompt)
             rendered.append(Rendered(self, [int(token) for token in tokens]))
             raise HTTPException(503, "rendered only")
-        request_id = await original(self, prompt, *args, **options)
-        asked, cache = _ASKED.get(), self.scheduler.memory_aware_cache
+        cache = self.scheduler.memory_aware_cache
+        ahead = await _look_up(self, prompt) if isinstance(cache, PionPrefixCache) else None
+        try:
+            request_id = await original(self, prompt, *args, **options)
+        except NoTokens as error:
+            raise HTTPException(400, str(error)) from error
+        finally:
+            if ahead is not None:
+                cache.forget(ahead)
+        asked = _ASKED.get()
         request = self.scheduler.requests.get(request_id)
         if asked is not None and request is not None and isinstance(cache, PionPrefixCache):
             asked.append(Asked(request, cache))
@@ -86,11 +101,44 @@ def patch_engine(replacements: Replacements) -> None:
     replacements.replace(ADD_TO_ENGINE, add_request)
 
 
-def _note_miss(core: Any, request: Any, cache: PionPrefixCache) -> None:
-    """Remember a prompt of which more than the shortest gain has to be computed."""
+async def _look_up(core: Any, prompt: Any) -> Lookup | None:
+    """Has the store asked while the thread that generates decodes for others.
+
+    None where that did not come to an end in time: it is asked when the prompt is fetched.
+    """
+    cache: PionPrefixCache = core.scheduler.memory_aware_cache
     options = cache.settings.options
-    if request.num_prompt_tokens - request.cached_tokens > (options.min_gain if options else 1):
-        cache.last_miss = Miss(core, list(request.prompt_token_ids))
+    if options is None:
+        return None
+    encode = core.scheduler._actual_tokenizer.encode
+
+    def look_up() -> Lookup | None:
+        return cache.look_up(encode(prompt) if isinstance(prompt, str) else prompt)
+
+    looking, found = cache.beside(look_up), None
+    waits = MOST_DEADLINES * options.deadline_seconds
+    try:
+        found = await asyncio.wait_for(asyncio.wrap_future(looking), waits)
+    except (asyncio.TimeoutError, *UNEXPECTED):
+        log.info("a prompt was not looked up in time", exc_info=True)
+    finally:
+        if found is None:
+            looking.add_done_callback(functools.partial(_forget, cache))
+    return found
+
+
+def _forget(cache: PionPrefixCache, done: Future[Lookup | None]) -> None:
+    """Gives up what came too late."""
+    late = None if done.cancelled() or done.exception() is not None else done.result()
+    if late is not None:
+        cache.forget(late)
+
+
+def _note_miss(core: Any, request: Any, cache: PionPrefixCache) -> None:
+    """Remember a prompt of which more than the last token has to be computed."""
+    lookup = lookup_of(request)
+    if lookup.prompt_tokens - lookup.reused_tokens > 1:
+        cache.last_miss = Miss(core, lookup.missed())
 
 
 class UsageLayer:
@@ -246,13 +294,14 @@ class Tally:
         """What was reused, from where, and the time that spared on this machine."""
         restore_ms = sum(found.restore_ms for found in self.lookups)
         rate = self.tokens_per_second
+        saved = round(self.cached / rate * 1000 - restore_ms, 3) + 0.0 if rate else None  # no -0.0
         return {
             "prompt_tokens": self.prompt,
             "reused_tokens": self.cached,
             "computed_tokens": self.prompt - self.cached,
             "tier": "+".join(self.tiers) if self.cached else "none",
             "restore_ms": round(restore_ms, 3),
-            "saved_ms": round(self.cached / rate * 1000 - restore_ms, 3) if rate else None,
+            "saved_ms": saved,
             "why": next((found.why for found in self.lookups if found.why), ""),
         }
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from http.server import ThreadingHTTPServer
 from typing import Any
 
+from pion_vllm_mlx.cache.lineage.missed import Missed
 from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
 from pion_vllm_mlx.serve.engine_mlx_lm_generator import Generator
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import REFUSALS
 from pion_vllm_mlx.serve.engine_mlx_lm_sampling import fit_sampling, vocabulary_of
 from pion_vllm_mlx.serve.explained import explained
-from pion_vllm_mlx.serve.lineage_cache_missed import Missed
 from pion_vllm_mlx.serve.pieces import PROMPT
 
 log = logging.getLogger("pion_vllm_mlx.serve")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
-from pion_vllm_mlx.cache.lineage import Explanation
+from pion_vllm_mlx.cache.lineage import Explanation, LineageStore
 from pion_vllm_mlx.cache.vllm_mlx_backend import installed_caches
 from pion_vllm_mlx.cache.vllm_mlx_backend_usage import (
     RENDER_ONLY,
@@ -21,6 +22,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_usage import (
     Send,
 )
 from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
+from pion_vllm_mlx.serve.engine_mlx_lm_sampling import refuse_foreign_tokens, vocabulary_of
 from pion_vllm_mlx.serve.explained import explained
 
 STATS, COUNT, EXPLAIN = "/v1/pion/stats", "/v1/pion/count_tokens", "/v1/pion/explain"
@@ -28,6 +30,8 @@ CHAT = "/v1/chat/completions"
 
 Scope = Any
 Said = list[Message]
+Explain = Callable[[LineageStore], Explanation]
+T = TypeVar("T")
 
 
 class EngineLayer:
@@ -55,8 +59,21 @@ class EngineLayer:
             await self._count(scope, receive, send)
         elif asked == ("POST", EXPLAIN):
             await self._explain(scope, receive, send)
+        elif asked == ("POST", CHAT):
+            await self._chat(scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """vllm-mlx's own, but for what the step of every request would fail on."""
+        body = await body_of(receive)
+        if b'"logit_bias"' in body:
+            try:
+                refuse_foreign_tokens(biased_tokens(body), vocabulary())
+            except ValueError as error:
+                await answer(send, 400, {"error": str(error)})
+                return
+        await self._app(scope, replayed(body, receive), send)
 
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
         rendered = await self._render(scope, await body_of(receive), send)
@@ -69,7 +86,8 @@ class EngineLayer:
             misses = [cache.last_miss for cache in installed_caches() if cache.last_miss]
             if misses:
                 last = max(misses, key=lambda miss: miss.at)
-                told = await explanation(Rendered(last.core, last.tokens))
+                tokens = last.missed.ids.tolist()
+                told = await explanation(Rendered(last.core, tokens), last.missed.explained)
             else:
                 told = {"sentence": "no request has missed so far"}
             await answer(send, 200, told)
@@ -131,18 +149,28 @@ def stats() -> dict[str, Any]:
     return total
 
 
-async def explanation(asked: Rendered) -> dict[str, Any]:
-    """Why these tokens are not a longer hit, with the first differing token decoded."""
+async def explanation(asked: Rendered, explain: Explain | None = None) -> dict[str, Any]:
+    """Why these tokens are not a longer hit, with the first differing token decoded.
+
+    ``explain`` asks a store why; without it the store is asked as it is now.
+    """
     core, tokens = asked.core, asked.tokens
-    store = core.scheduler.memory_aware_cache.store_or_none()
+    cache = core.scheduler.memory_aware_cache
+    store: LineageStore | None = await on_mlx_thread(core, cache.store_or_none)
     if store is None:
         return {"prompt_tokens": len(tokens), "sentence": "there is no store"}
+    ask = explain or (lambda one: one.explain(tokens))
+    found = await asyncio.wrap_future(cache.beside(lambda: ask(store)))
+    return explained(found, core.scheduler._actual_tokenizer.decode, tokens)
+
+
+async def on_mlx_thread(core: Any, call: Callable[[], T]) -> T:
+    """What ``call`` gives where vllm-mlx does its MLX work."""
     worker = core._external_generation_worker
     if worker is None:
-        found: Explanation = store.explain(tokens)
-    else:
-        found = await asyncio.wrap_future(worker.submit(store.explain, tokens))
-    return explained(found, core.scheduler._actual_tokenizer.decode, tokens)
+        return call()
+    found: T = await asyncio.wrap_future(worker.submit(call))
+    return found
 
 
 async def answer(send: Send, status: int, value: Any) -> None:
@@ -179,6 +207,32 @@ def whole(body: bytes) -> Receive:
         raise AssertionError("unreachable")
 
     return receive
+
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """A receive channel that gives ``body``, and then what ``receive`` does."""
+    left = [body]
+
+    async def again() -> Message:
+        if left:
+            return {"type": "http.request", "body": left.pop(), "more_body": False}
+        return await receive()
+
+    return again
+
+
+def biased_tokens(body: bytes) -> list[int]:
+    """The token ids that a chat body biases; none where vllm-mlx refuses it itself."""
+    try:
+        biases = json.loads(body).get("logit_bias")
+        return [int(token) for token in biases or {}]
+    except (ValueError, TypeError, AttributeError):
+        return []
+
+
+def vocabulary() -> int:
+    """How many token ids every model that is loaded has."""
+    return min((vocabulary_of(cache.model) for cache in installed_caches()), default=0)
 
 
 def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:

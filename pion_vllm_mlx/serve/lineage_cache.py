@@ -27,18 +27,18 @@ from typing import Any, TypeVar, cast
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from pion_vllm_mlx.cache.beside import BUSY, MOST_DEADLINES, Beside, Blocking
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore, Match
 from pion_vllm_mlx.cache.lineage.client import CONNECT_SECONDS, LineageClient, connect
+from pion_vllm_mlx.cache.lineage.missed import Missed
 from pion_vllm_mlx.cache.lineage.tokens import token_ids
 from pion_vllm_mlx.cache.lineage.types import KEEP_KINDS, KeepKind
 from pion_vllm_mlx.cache.live_tier import MAX_CHECKPOINTS, LiveTier
 from pion_vllm_mlx.errors import UnsupportedCache
-from pion_vllm_mlx.serve.lineage_cache_beside import Beside, Blocking
 from pion_vllm_mlx.serve.lineage_cache_handles import owned, recurrent, settled
 from pion_vllm_mlx.serve.lineage_cache_limits import CacheLimits, PlainCache
 from pion_vllm_mlx.serve.lineage_cache_lookup import Tiers
-from pion_vllm_mlx.serve.lineage_cache_missed import Missed
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, Rate, Seen
 from pion_vllm_mlx.serve.lineage_cache_spread import Spread
 
@@ -47,9 +47,6 @@ __all__ = ["BUSY", "CacheLimits", "LineageCache", "guarded"]
 log = logging.getLogger("pion_vllm_mlx.serve")
 
 MODEL_CHANGE_SECONDS = 2.0
-#: a request waits so many deadlines for others to be looked up, then it goes on without.
-MOST_DEADLINES = 10
-BUSY = "the store was busy with other requests"
 #: what mlx-lm's server calls the cache at the end of a reply.
 REPLY = "assistant"
 
@@ -301,7 +298,7 @@ class LineageCache:
         self._counts["tokens_reused"] += plan.reused
         self._counts[f"hits_{plan.tier}"] += 1
         if plan.computed > 1:
-            self.last_miss = Missed.of(plan)
+            self.last_miss = Missed(plan.ids, plan.reused, plan.why, plan.near, plan.nearest)
 
     def _alone(self) -> bool:
         return all(plan.done for plan in self._open)

@@ -14,6 +14,7 @@ from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import Cut, Match, Restored
 from pion_vllm_mlx.cache.lineage.index import Found
 from pion_vllm_mlx.cache.lineage.journal import ReplyJournal
+from pion_vllm_mlx.cache.lineage.missed import why_not_more
 from pion_vllm_mlx.cache.live_tier import LiveHit, LiveTier
 
 #: prefills of fewer tokens say nothing about a rate.
@@ -118,27 +119,19 @@ class Plan:
         self.reused, self.tier, self.restore_ms = reused, tier, restore_ms
         self.alone, self.fetched_at = alone, time.perf_counter()
         if not self.why and self.computed > 1:
-            self.why = self._why_not_more()
-
-    def _why_not_more(self) -> str:
-        if not self.common:
-            return self.stored_why or "nothing is kept that begins like this prompt"
-        if self.stored_why and self.reused < self.common == self.stored_common:
-            return self.stored_why
-        if self.reused < self.common:
-            return f"{self.common} tokens agree, but no state is kept between"
-        return f"the prompt leaves what is kept at token {self.common}"
+            self.why = why_not_more(self.reused, self.common, self.stored_common, self.stored_why)
 
     def receipt(self, rate: Rate) -> dict[str, Any]:
         """What was reused, from where, and the time that spared on this machine."""
         spared = rate.ms(self.reused)
+        saved = None if spared is None else round(spared - self.restore_ms, 3) + 0.0  # no -0.0
         return {
             "prompt_tokens": len(self.tokens),
             "reused_tokens": self.reused,
             "computed_tokens": self.computed,
             "tier": self.tier,
             "restore_ms": round(self.restore_ms, 3),
-            "saved_ms": None if spared is None else round(spared - self.restore_ms, 3),
+            "saved_ms": saved,
             "resumed_tokens": len(self.resume),
             "why": self.why,
         }

@@ -87,7 +87,8 @@ def _not_restorable(restorable: int, common: int) -> str:
 def _of_key(field: str, stored: Any, asked: Any) -> str:
     """A field of the key in words; both values where they are short."""
     told = _KEY_FIELDS.get(re.split(r"[.\[]", field)[0], "the model is another one")
-    values = f" (stored: {_short(stored)}, asked: {_short(asked)})"
+    whose = field == "tenant"  # is told to nobody
+    values = "" if whose else f" (stored: {_short(stored)}, asked: {_short(asked)})"
     return f"key field {field} differs{values}: {told}"
 
 

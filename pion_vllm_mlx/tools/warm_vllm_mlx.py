@@ -11,9 +11,9 @@ import contextlib
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from pion_vllm_mlx import config
 from pion_vllm_mlx.cache.leading_system import OTHER_USER
@@ -26,7 +26,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_usage import Rendered
 from pion_vllm_mlx.errors import ConfigError, PionError
 from pion_vllm_mlx.serve.engine_child import EngineLink
 from pion_vllm_mlx.serve.engine_vllm_mlx import parse, set_log_level, settings, with_application
-from pion_vllm_mlx.serve.engine_vllm_mlx_app import asked_of, render
+from pion_vllm_mlx.serve.engine_vllm_mlx_app import asked_of, on_mlx_thread, render
 from pion_vllm_mlx.serve.gate import tenant_of
 from pion_vllm_mlx.serve.pion_flags import PionFlags
 from pion_vllm_mlx.tools.warming import NotWarmed, Warmed, refuse_short, stored_as, why_not_stored
@@ -47,7 +47,6 @@ _SCOPE: dict[str, Any] = {
 }
 
 Json = dict[str, Any]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ async def _warm(app: Any, model: str, wanted: Wanted, pin: bool) -> Warmed:
         raise ConfigError(f"prefixes of this model are not stored: {why}")
     anchor = anchor_length(other.tokens, mine.tokens)
     refuse_short(anchor, store.options.min_gain)
-    match = await _on_mlx_thread(mine.core, lambda: store.match(mine.tokens[: anchor + 1]))
+    match = await on_mlx_thread(mine.core, lambda: store.match(mine.tokens[: anchor + 1]))
     computed = anchor - match.length
     if computed:
         asked = {**body, "messages": [*leading, ANOTHER_USER], "max_tokens": 1, "stream": False}
@@ -119,12 +118,12 @@ async def _warm(app: Any, model: str, wanted: Wanted, pin: bool) -> Warmed:
             raise NotWarmed(f"vllm-mlx answers {said[0]['status']}: {_text(said)}")
         if not await asyncio.to_thread(store.flush, WRITE_SECONDS):
             raise NotWarmed("the store takes too long to write it")
-        match = await _on_mlx_thread(mine.core, lambda: store.match(mine.tokens[: anchor + 1]))
+        match = await on_mlx_thread(mine.core, lambda: store.match(mine.tokens[: anchor + 1]))
     if match.length < anchor:
         raise NotWarmed(f"it was not stored: {why_not_stored(store) or match.why}")
     conversation = stored_as(match)
     if pin:
-        await _on_mlx_thread(mine.core, lambda: store.pin(conversation))
+        await on_mlx_thread(mine.core, lambda: store.pin(conversation))
     seconds = round(time.perf_counter() - began, 3)
     return Warmed(wanted.file, conversation, anchor, computed, seconds, pin)
 
@@ -140,12 +139,3 @@ def _text(said: Sequence[Any]) -> str:
     """The body of an answer, shortened."""
     raw = b"".join(bytes(one.get("body", b"")) for one in said)
     return raw.decode("utf-8", "replace")[:200]
-
-
-async def _on_mlx_thread(core: Any, call: Callable[[], T]) -> T:
-    """What ``call`` gives where vllm-mlx does its MLX work."""
-    worker = core._external_generation_worker
-    if worker is None:
-        return call()
-    found: T = await asyncio.wrap_future(worker.submit(call))
-    return found

@@ -22,7 +22,7 @@ from pion_vllm_mlx.cache.layers import cache_arrays  # noqa: E402
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore  # noqa: E402
 from pion_vllm_mlx.serve.engine_mlx_lm import named_entries  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache import CacheLimits, LineageCache  # noqa: E402
-from pion_vllm_mlx.serve.lineage_cache_plan import Plan, PlannedPrompt  # noqa: E402
+from pion_vllm_mlx.serve.lineage_cache_plan import Plan, PlannedPrompt, Rate  # noqa: E402
 from tests.models import tiny_model, token_ids  # noqa: E402
 from tests.serve.front import until  # noqa: E402
 
@@ -270,3 +270,9 @@ def test_a_miss_of_nothing_alike_says_why(server: RunningServer) -> None:
     assert (told.common, told.restorable) == (0, 0)
     assert told.sentence == "nothing is stored that begins like this prompt"
     cache.close()
+
+
+def test_nothing_saved_has_no_sign() -> None:
+    plan = Plan(token_ids(9))
+    plan.fetched(0, "none", 1e-5, True)
+    assert str(plan.receipt(Rate(100.0))["saved_ms"]) == "0.0"

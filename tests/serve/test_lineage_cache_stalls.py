@@ -17,12 +17,12 @@ import mlx.core as mx  # noqa: E402
 from mlx_lm.generate import BatchGenerator  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
+from pion_vllm_mlx.cache.beside import Beside  # noqa: E402
 from pion_vllm_mlx.cache.layers import cache_arrays  # noqa: E402
 from pion_vllm_mlx.cache.lineage import LineageOptions  # noqa: E402
 from pion_vllm_mlx.cache.lineage.lending import bytes_of, lend  # noqa: E402
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import Ends  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache import BUSY, CacheLimits, LineageCache  # noqa: E402
-from pion_vllm_mlx.serve.lineage_cache_beside import Beside  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache_handles import owned  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, PlannedPrompt, Seen  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache_spread import MOST_ARRAYS, Spread  # noqa: E402

@@ -13,6 +13,7 @@ pytest.importorskip("mlx_lm")
 pytest.importorskip("starlette")
 
 from pion_vllm_mlx.serve import options
+from pion_vllm_mlx.serve.gate import tenant_of
 from pion_vllm_mlx.tools.explain_advice import causes
 from tests.serve.front import Front, running_front, until
 from tests.serve.tiny_folder import make_folder
@@ -95,6 +96,24 @@ def test_the_last_miss_is_explained_without_its_body(place: Path, serve: Front) 
     assert "a nonce" in cause
 
 
+def test_a_thinking_block_that_history_drops_costs_what_follows_it_alone(
+    place: Path, serve: Front
+) -> None:
+    def turns(said: str) -> dict[str, Any]:
+        messages = chat(f"{START}Think first.{END}", "When do we go?")["messages"]
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
+        return {"messages": messages, "max_tokens": 1}
+
+    ask(serve, turns("<think>Because it is late.</think>Go home."))
+    told = explained(place, serve, turns("Go home."), "--json").json
+    assert told["common"] == told["restorable"] == told["position"]
+    assert told["stored_text"]["token"] == "<think>"
+    assert "a thinking block" in told["causes"][0]
+    status, reply = serve.request("/v1/chat/completions", turns("Go home."), {"x-api-key": KEY})
+    assert status == 200
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == told["common"]
+
+
 def test_another_api_key_is_the_field_of_the_key_that_differs(place: Path, serve: Front) -> None:
     said = chat(f"{START}For one tenant only.")
     ask(serve, said)
@@ -106,6 +125,7 @@ def test_another_api_key_is_the_field_of_the_key_that_differs(place: Path, serve
     assert told.code == 1, told.err
     assert found["key_field"] == "tenant" and found["restorable"] == 0
     assert "another API key" in found["causes"][0]
+    assert tenant_of(KEY) not in told.out
     mine = command(
         "explain", "--request", file, *nobody, "--api-key", KEY, "--json", data=place / "data"
     ).json

@@ -15,7 +15,7 @@ from tests.models import VOCABULARY
 REPLY_TOKENS = 6
 
 
-def tokenizer() -> Any:
+def word_tokenizer() -> Any:
     """A real fast tokenizer of ``VOCABULARY`` words w0, w1, …; no end-of-text token."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
@@ -106,7 +106,7 @@ def greedy(count: int) -> Any:
 
 
 @contextmanager
-def running_engine(make_model: Any, **settings: Any) -> Iterator[Engine]:
+def running_engine(make_model: Any, tokenizer: Any = None, **settings: Any) -> Iterator[Engine]:
     """An engine over ``make_model()``; ``settings`` go to vllm-mlx's SchedulerConfig."""
     from mlx.core import clear_streams
     from vllm_mlx.engine_core import EngineConfig, EngineCore
@@ -129,7 +129,8 @@ def running_engine(make_model: Any, **settings: Any) -> Iterator[Engine]:
         model = worker.submit(load).result()
         settings = {"cache_memory_mb": 256, **settings}
         config = EngineConfig(scheduler_config=SchedulerConfig(**settings), step_interval=0.01)
-        core = EngineCore(model, tokenizer(), config, generation_worker=worker)
+        words = word_tokenizer() if tokenizer is None else tokenizer
+        core = EngineCore(model, words, config, generation_worker=worker)
         loop.run_until_complete(core.start())
         try:
             yield Engine(core, loop, worker, forward)

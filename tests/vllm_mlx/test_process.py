@@ -206,6 +206,49 @@ def test_explain_names_the_first_token_that_differs(
         assert told["prompt_tokens"] == engine.chat(asked[1])["usage"]["prompt_tokens"]
 
 
+def test_the_last_miss_is_explained_as_things_were_then(
+    tmp_path: Path, pion_server: RunningServer, plain: Path
+) -> None:
+    clock = "You answer in one word. It is {} o'clock. " + "And politely. " * 20
+    with running_process(tmp_path, plain, *store(pion_server)) as engine:
+        for hour in ("nine", "five"):
+            engine.chat([{"role": "system", "content": clock.format(hour)}, HELLO[1]])
+            until_written(engine)
+        told = engine.ask("/v1/pion/explain", {})[1]
+        assert (told["stored_text"]["token"], told["asked_text"]["token"]) == ("n", "f")
+        assert told["restorable"] == told["position"] == told["common"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/v1/completions", {"prompt": ""}, "no tokens"),
+        ("/v1/completions", {"prompt": "", "stream": True}, "no tokens"),
+        ("/v1/chat/completions", {"messages": HELLO, "logit_bias": {"99999": 1.0}}, "logit_bias"),
+        ("/v1/chat/completions", {"messages": HELLO, "logit_bias": {"-1": 1.0}}, "logit_bias"),
+        ("/v1/chat/completions", {"messages": HELLO, "logit_bias": {"x": 1.0}}, "logit_bias"),
+    ],
+)
+def test_what_a_step_of_all_requests_would_fail_on_costs_its_own_request_alone(
+    engine: EngineProcess, path: str, body: dict[str, Any], named: str
+) -> None:
+    others = {**greedy(300), "messages": HELLO, "stream": True}
+    with engine.open("/v1/chat/completions", others) as answer:
+        answer.readline()
+        asked = {**greedy(2), **body}
+        if body.get("stream"):
+            (told,) = engine.events(path, asked)
+            assert told["error"]["code"] == 400
+        else:
+            status, told = engine.ask(path, asked)
+            assert status == 400
+        rest = answer.read()
+    assert named in str(told)
+    assert rest.endswith(b"data: [DONE]\n\n") and b'"error"' not in rest
+    bias = {"0": -100.0, "263": 1.5}
+    assert engine.chat(HELLO, logit_bias=bias)["usage"]["completion_tokens"] > 0
+
+
 def test_serve_passes_flags_on_and_tells_what_was_reused_in_its_own_apis(
     tmp_path: Path, pion_server: RunningServer, plain: Path
 ) -> None:

@@ -17,6 +17,7 @@ from pion_vllm_mlx.errors import PionError
 
 _MOST_MODELS = 64
 _AROUND_TOKENS = 16
+NOT_TOLD = "(not told)"
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,9 @@ def explain(
     """Compares a prompt with what is stored, under this key and under others.
 
     A tenant is told nothing of what is not its own, not even that it is there; whoever has no
-    key is told which field differs.  With ``then`` it is compared with what was found of it
-    then.  Raises StoreUnavailable, and DamagedData where that has been given up since.
+    key is told which field differs, but never whose it is.  With ``then`` it is compared with
+    what was found of it then.  Raises StoreUnavailable, and DamagedData where that has been
+    given up since.
     """
     own = Index(client, key.names).find(tokens, whole=True) if then is None else then
     match = match_of(own, tokens, key.names, rules)
@@ -84,7 +86,7 @@ def _other_key(client: LineageClient, key: Key, other: _Nearest, restorable: int
         restorable=restorable,
         stored=leaf.end if leaf is not None else 0,
         key_field=field,
-        stored_key=_at(stored, field),
+        stored_key=NOT_TOLD if field == "tenant" else _at(stored, field),
         asked_key=_at(key.identity, field),
         sentence=f"{common} tokens are stored under another key: {field} differs",
     )

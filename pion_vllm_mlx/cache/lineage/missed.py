@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pion_vllm_mlx.cache.completion import TokenIds
-from pion_vllm_mlx.cache.lineage import Explanation, LineageStore
 from pion_vllm_mlx.cache.lineage.explain import difference
 from pion_vllm_mlx.cache.lineage.index import Found
-from pion_vllm_mlx.serve.lineage_cache_plan import Plan
+from pion_vllm_mlx.cache.lineage.store import LineageStore
+from pion_vllm_mlx.cache.lineage.types import Explanation
+
+NOT_RESTORED = "what is stored could not be restored"
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,8 @@ class Missed:
     ids: TokenIds
     reused: int
     why: str
-    near: tuple[int, Any]
-    nearest: Found | None
-
-    @classmethod
-    def of(cls, plan: Plan) -> Missed:
-        """What is to be remembered of a request."""
-        return cls(plan.ids, plan.reused, plan.why, plan.near, plan.nearest)
+    near: tuple[int, Any] = (0, ())
+    nearest: Found | None = None
 
     def explained(self, store: LineageStore) -> Explanation:
         """What differed from the nearest prefix of either tier; asks the store for its tokens."""
@@ -43,3 +40,18 @@ class Missed:
         if common and common >= found.common:
             found = difference(self.ids, tokens, common, (self.reused, ""))
         return replace(found, restorable=self.reused)
+
+
+def why_not_more(reused: int, common: int, stored_common: int, stored_why: str) -> str:
+    """Why no more than ``reused`` tokens of a prompt were, where some are missing.
+
+    ``common`` tokens agree with something that is kept, ``stored_common`` with what the store
+    has, whose own word for what it has not is ``stored_why``, "" where it was not asked.
+    """
+    if not common:
+        return stored_why or "nothing is kept that begins like this prompt"
+    if stored_why and reused < common == stored_common:
+        return stored_why
+    if reused < common:
+        return f"{common} tokens agree, but no state is kept between"
+    return f"the prompt leaves what is kept at token {common}"
