@@ -174,6 +174,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: see there")
     parser.add_argument("--sweep", action="store_true", help="cuda: try other launch sizes only")
+    parser.add_argument("--only", choices=kernels_cuda.PARTS, help="cuda: measure one part only")
     options = parser.parse_args()
     if options.device == "cuda":
         kernels_cuda.main(options)

@@ -8,7 +8,9 @@ that over the bytes that a copy of 1 GB reads and writes in its time. ``batched`
 query tokens, ours, mlx's and the expression in mlx operations that gives the lse too. ``fused``:
 suffix and prefix under one softmax, beside mlx's attention over the joined arrays. ``sparse``: 8 of
 1,024 blocks of 64 tokens, given (``blocks``), as 512 listed tokens a head (``listed``) and selected
-by block means (``auto``), beside all 65,536 tokens.
+by block means (``auto``), beside all 65,536 tokens; ``one_operation`` is what a chain of mlx's
+least operation takes each, so what no kernel of one launch goes below.  ``--only NAME`` measures
+one of these parts.
 """
 
 from __future__ import annotations
@@ -28,12 +30,21 @@ from pion_vllm_mlx.kernels.device_kernels import DeviceKernels
 from pion_vllm_mlx.kernels.device_source import CUDA
 from pion_vllm_mlx.kernels.mlx_expression import MlxKernels
 from pion_vllm_mlx.kernels.mlx_runner import MlxRunner
-from pion_vllm_mlx.kernels.problem import BlocksJob, DenseJob, Kernels, Prefix, SparseJob, Suffix
+from pion_vllm_mlx.kernels.problem import (
+    BestBlocksJob,
+    BlocksJob,
+    DenseJob,
+    Kernels,
+    Prefix,
+    SparseJob,
+    Suffix,
+)
 
 TOKENS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
 LONG, BLOCK, TOP = 65_536, 64, 8
 CHAIN_SECONDS = 0.02
 COPY_BYTES = 1 << 30
+PARTS = ("dense", "batched", "fused", "sparse")
 
 Step = Callable[[Any], Any]
 
@@ -179,8 +190,10 @@ def batched(kernels: Kernels, options: argparse.Namespace) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     sizes = [(SHAPES[0], num, m) for num in (2048, 16_384, 65_536) for m in (16, 64)]
-    sizes += [(WIDE, 16_384, 16), (SHAPES[0], 2048, 512)]
-    cases = [(*size, mx.bfloat16) for size in sizes] + [(SHAPES[0], 16_384, 16, mx.float32)]
+    sizes += [(WIDE, num, 16) for num in (2048, 16_384)] + [(SHAPES[0], 2048, 512)]
+    cases = [(*size, mx.bfloat16) for size in sizes]
+    cases += [(SHAPES[0], num, 16, mx.float32) for num in (2048, 16_384)]
+    cases += [(Shape("32/8x192", 32, 8, 192), 16_384, 16, mx.bfloat16)]
     for shape, num_tokens, num_queries, dtype in cases:
         prefix = held(shape, num_tokens, dtype)
         q = random(shape.q_heads, num_queries, shape.dim).astype(dtype)
@@ -247,26 +260,25 @@ def sparse_of(kernels: Kernels, shape: Shape, options: argparse.Namespace) -> di
     blocks = mx.array(chosen)
     mx.eval(statistics.high, blocks)
 
-    def of_blocks(q: Any, ids: Any) -> Any:
-        job = BlocksJob(q, prefix, head_map, ids, BLOCK)
-        return kernels.attend_blocks(job).out.reshape(q.shape)
+    def given(q: Any) -> Any:
+        return kernels.attend_blocks(BlocksJob(q, prefix, head_map, blocks, BLOCK)).out
 
     def auto(q: Any) -> Any:
-        scores = kernels.block_scores(q, statistics, head_map)
-        return of_blocks(q, kernels.top_blocks(scores, TOP))
+        job = BestBlocksJob(q, prefix, head_map, statistics, BLOCK, TOP)
+        return kernels.attend_best_blocks(job).out
 
     def listed(q: Any) -> Any:
-        job = SparseJob(q, prefix, head_map, indices, counts)
-        return kernels.attend_sparse(job).out.reshape(q.shape)
+        return kernels.attend_sparse(SparseJob(q, prefix, head_map, indices, counts)).out
 
     q = random(shape.q_heads, shape.dim)
     seconds = compare(
         {
             "dense": Chain(ours(kernels, shape, prefix), q[:, None]),
             "mlx dense": Chain(theirs(shape, prefix.keys, prefix.values), q[None, :, None]),
-            "blocks": Chain(lambda value: of_blocks(value, blocks), q),
+            "blocks": Chain(given, q),
             "listed": Chain(listed, q),
             "auto": Chain(auto, q),
+            "one_operation": Chain(lambda value: -value, q),
         },
         options,
     )
@@ -322,12 +334,14 @@ def main(options: argparse.Namespace) -> None:
         print("best:", *best[:10], sep="\n")
         return
     copied = copy_rate(options)
-    figures = {
-        "device": device_name(),
-        "copy_GB_s": round(copied / 1e9),
-        "dense": dense(kernels, copied, options),
-        "batched": batched(kernels, options),
-        "fused": fused(kernels, options),
-        "sparse": sparse(kernels, options),
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "dense": lambda: dense(kernels, copied, options),
+        "batched": lambda: batched(kernels, options),
+        "fused": lambda: fused(kernels, options),
+        "sparse": lambda: sparse(kernels, options),
     }
-    report("kernels_cuda", options, figures, "mlx")
+    wanted = [options.only] if options.only else PARTS
+    figures: dict[str, Any] = {"device": device_name(), "copy_GB_s": round(copied / 1e9)}
+    figures |= {name: parts[name]() for name in wanted}
+    name = f"kernels_cuda-{options.only}" if options.only else "kernels_cuda"
+    report(name, options, figures, "mlx")

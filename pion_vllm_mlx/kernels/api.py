@@ -34,7 +34,7 @@ from pion_vllm_mlx.kernels.problem import (
     Affine,
     Array,
     Attended,
-    BlocksJob,
+    BestBlocksJob,
     BlockStatistics,
     DenseJob,
     Kernels,
@@ -104,9 +104,8 @@ def attend_fused(
     suffix = _checked_suffix(suffix, prefix)
     asked = _asked(q, prefix, head_map, window)
     kernels = _kernels("attend" if suffix is None else "fused", asked)
-    rows = q if len(q.shape) == 3 else q[:, None, :]
     job = DenseJob(
-        transfer.array_for(kernels, rows),
+        transfer.array_for(kernels, q),
         transfer.prefix_for(kernels, prefix),
         asked.head_map,
         asked.start,
@@ -163,7 +162,10 @@ def select_blocks(
     if _sees_all(asked, selection):
         every = np.arange(asked.num_seen // selection.block_tokens, dtype=np.int32)
         return transfer.like(q, every)
-    return transfer.like(q, _selected(kernels, asked, selection))
+    scores = kernels.block_scores(
+        transfer.array_for(kernels, q), _statistics(kernels, asked, selection), asked.head_map
+    )
+    return transfer.like(q, kernels.top_blocks(scores, selection.top))
 
 
 def attend_sparse_auto(
@@ -192,16 +194,17 @@ def attend_sparse_auto_fused(
         return attend_fused(q, prefix, suffix, head_map, window)
     suffix = _checked_suffix(suffix, prefix)
     kernels = _kernels("blocks", asked)
-    job = BlocksJob(
+    job = BestBlocksJob(
         transfer.array_for(kernels, q),
         transfer.prefix_for(kernels, prefix),
         asked.head_map,
-        _selected(kernels, asked, selection),
+        _statistics(kernels, asked, selection),
         selection.block_tokens,
+        selection.top,
         asked.start,
         transfer.suffix_for(kernels, suffix),
     )
-    return _returned(q, kernels.attend_blocks(job))
+    return _returned(q, kernels.attend_best_blocks(job))
 
 
 def merge(parts: Sequence[Attended]) -> Attended:
@@ -252,35 +255,41 @@ def _checked_suffix(suffix: Suffix | None, prefix: Prefix) -> Suffix | None:
 
 
 def _kernels(operation: str, asked: _Asked) -> Kernels:
-    shape = asked.q.shape
-    num_rows = shape[0] * (shape[1] if len(shape) == 3 else 1)
-    return choose(Request(operation, asked.prefix.is_host, asked.prefix.num_tokens, num_rows))
+    shape, prefix = asked.q.shape, asked.prefix
+    side, quantized = prefix.keys, isinstance(prefix.keys, Affine)
+    return choose(
+        Request(
+            operation,
+            prefix.is_host,
+            prefix.num_tokens,
+            shape[0] * (shape[1] if len(shape) == 3 else 1),
+            prefix.num_kv_heads,
+            prefix.head_dim,
+            transfer.dtype_name(side.scales if quantized else side),
+            quantized,
+        )
+    )
 
 
 def _sees_all(asked: _Asked, selection: Selection) -> bool:
     return asked.num_seen <= selection.block_tokens * selection.top
 
 
-def _selected(kernels: Kernels, asked: _Asked, selection: Selection) -> Array:
-    """The best blocks, by statistics that the prefix remembers."""
+def _statistics(kernels: Kernels, asked: _Asked, selection: Selection) -> BlockStatistics:
+    """Statistics of the blocks, which the prefix remembers."""
     key = (f"{kernels.name} {selection.selector}", selection.block_tokens, asked.start)
-    statistics = asked.prefix.statistics.get(key)
-    if statistics is None:
-        statistics = kernels.block_statistics(
+    found = asked.prefix.statistics.get(key)
+    if found is None:
+        found = kernels.block_statistics(
             transfer.prefix_for(kernels, asked.prefix),
             selection.block_tokens,
             asked.start,
             selection.selector,
         )
-        asked.prefix.remember(key, statistics)
-    q = transfer.array_for(kernels, asked.q)
-    scores = kernels.block_scores(q, statistics, asked.head_map)
-    return kernels.top_blocks(scores, selection.top)
+        asked.prefix.remember(key, found)
+    return found
 
 
 def _returned(q: Array, found: Attended) -> Attended:
-    """The result in the kind and shape of ``q``."""
-    out, lse = found.out, found.lse
-    if len(q.shape) == 2:
-        out, lse = out[:, 0], lse[:, 0]
-    return Attended(transfer.like(q, out), transfer.like(q, lse))
+    """The result in the kind of ``q``."""
+    return Attended(transfer.like(q, found.out), transfer.like(q, found.lse))

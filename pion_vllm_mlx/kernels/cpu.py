@@ -29,6 +29,7 @@ from pion_vllm_mlx.kernels.problem import (
     Selector,
     SparseJob,
     Suffix,
+    with_queries,
 )
 from pion_vllm_mlx.kernels.reference import top_blocks
 from pion_vllm_mlx.kernels.threads import in_threads
@@ -164,22 +165,23 @@ class Grouped:
 
     def __init__(self, q: Array, head_map: NDArray[np.uint8], num_kv_heads: int) -> None:
         self.groups = head_groups(head_map, num_kv_heads)
-        self._num_queries, dim = q.shape[1:]
-        q = widened(q)
+        self._shape = q.shape
+        q = widened(with_queries(q))
+        self.num_queries, dim = q.shape[1:]
         if not self.groups.in_order:
             q = q[self.groups.slots.reshape(-1)]
         num_groups = len(self.groups.slots)
         self.rows: Floats = (q * np.float32(1 / math.sqrt(dim))).reshape(num_groups, -1, dim)
 
     def returned(self, running: Running) -> Attended:
-        """Out ``[H_q, M, D]`` and lse ``[H_q, M]``."""
+        """Out in the shape of Q, and lse."""
         with np.errstate(all="ignore"):
-            out, lse = running.finished()
-        out = out.reshape(-1, self._num_queries, out.shape[-1])
-        lse = lse.reshape(-1, self._num_queries)
+            found = Attended(*running.finished())
         if self.groups.in_order:
-            return Attended(out, lse)
-        return Attended(out[self.groups.rows], lse[self.groups.rows])
+            return found.shaped(self._shape)
+        out = found.out.reshape(-1, self.num_queries, found.out.shape[-1])
+        lse = found.lse.reshape(-1, self.num_queries)
+        return Attended(out[self.groups.rows], lse[self.groups.rows]).shaped(self._shape)
 
 
 class CpuKernels(Kernels):
@@ -195,20 +197,18 @@ class CpuKernels(Kernels):
     def attend(self, job: DenseJob) -> Attended:
         """Chunks of prefix and suffix under one softmax."""
         ranges = [(job.start, job.prefix.num_tokens)]
-        return self._attend_ranges(job, job.q, ranges)
+        return self._attend_ranges(job, ranges)
 
     def attend_blocks(self, job: BlocksJob) -> Attended:
         """The selected blocks and the tail, gathered into chunks, and the suffix."""
         size = job.block_tokens
         starts = (job.start + block * size for block in job.blocks.tolist())
         ranges = _joined_ranges([*((at, at + size) for at in starts), *_tail(job)])
-        return self._attend_ranges(job, job.q[:, None], ranges)
+        return self._attend_ranges(job, ranges)
 
-    def _attend_ranges(
-        self, job: DenseJob | BlocksJob, q: Array, ranges: Sequence[Range]
-    ) -> Attended:
+    def _attend_ranges(self, job: DenseJob | BlocksJob, ranges: Sequence[Range]) -> Attended:
         prefix = job.prefix
-        grouped = Grouped(q, job.head_map, prefix.num_kv_heads)
+        grouped = Grouped(job.q, job.head_map, prefix.num_kv_heads)
         used = grouped.groups.used
         shape = grouped.rows.shape
         rows = (
@@ -217,7 +217,7 @@ class CpuKernels(Kernels):
         )
         chunks = chunks_of(rows, ranges, shape)
         if job.suffix is not None:
-            chunks += suffix_chunks(job.suffix, grouped.groups, shape, q.shape[1])
+            chunks += suffix_chunks(job.suffix, grouped.groups, shape, grouped.num_queries)
         num_tokens = sum(end - first for one in chunks for first, end in one.ranges)
         cost = cost_of(num_tokens, shape)
         return grouped.returned(
@@ -229,8 +229,8 @@ class CpuKernels(Kernels):
         num_heads, dim = job.q.shape
         width = job.indices.shape[1]
         if width == 0:
-            zeros = np.zeros((num_heads, 1, dim), np.float32)
-            return Attended(zeros, np.full((num_heads, 1), -np.inf, np.float32))
+            zeros = np.zeros((num_heads, dim), np.float32)
+            return Attended(zeros, np.full(num_heads, -np.inf, np.float32))
         q = (widened(job.q) * np.float32(1 / math.sqrt(dim)))[:, None]
         kv_heads = job.head_map.astype(np.intp)[:, None]
         keys = Rows(job.prefix.keys, job.prefix.table)
@@ -248,7 +248,7 @@ class CpuKernels(Kernels):
         columns = [(at, min(width, at + step)) for at in range(0, width, step)]
         running = in_strips(columns, work, cost_of(width, q.shape))
         with np.errstate(all="ignore"):
-            return Attended(*running.finished())
+            return Attended(*running.finished()).shaped(job.q.shape)
 
     def block_statistics(
         self, prefix: Prefix, block_tokens: int, start: int, selector: Selector

@@ -5,18 +5,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.kernels.device_plan import Inputs, Parts, Query, parts_of, row_tiles, way_of
+from pion_vllm_mlx.kernels.device_plan import (
+    MOST_CHOSEN,
+    Inputs,
+    Parts,
+    Query,
+    parts_of,
+    row_tiles,
+    sharing_of,
+    way_of,
+)
 from pion_vllm_mlx.kernels.device_source import Kind, Launch, Runner
 from pion_vllm_mlx.kernels.problem import (
     Affine,
     Array,
     Attended,
+    BestBlocksJob,
     BlocksJob,
     BlockStatistics,
     DenseJob,
@@ -28,6 +40,7 @@ from pion_vllm_mlx.kernels.problem import (
 )
 
 _SIMD = 32
+_SCORED = 8  # blocks that a threadgroup scores at once: kScored of the texts
 _MIN_TABLE = 8  # a shorter table would lie in another address space
 
 Outputs = tuple[tuple[str, tuple[int, ...], Kind], ...]
@@ -75,41 +88,55 @@ class DeviceKernels(Kernels):
 
     def attend_sparse(self, job: SparseJob) -> Attended:
         """Each head sees its listed tokens."""
-        width = max(1, int(job.indices.shape[1]))
-        indices = np.zeros((len(job.counts), width), dtype=np.int32)
-        indices[:, : job.indices.shape[1]] = job.indices
-        lists = (
-            ("indices", self.runner.constant(indices)),
-            ("counts", self.runner.constant(job.counts.astype(np.int32))),
-        )
+        num_heads, width = (int(n) for n in job.indices.shape)
+        lists = np.zeros((num_heads, max(_MIN_TABLE, 1 + width)), dtype=np.int32)
+        lists[:, 0] = job.counts
+        lists[:, 1 : 1 + width] = job.indices
         longest = int(job.counts.max(initial=0))
         return self._attend(
             Query(
                 *(job.q, job.prefix, job.head_map, 0, longest),
                 tokens=1,
-                extra=lists,
-                list_width=width,
+                extra=(("lists", self.runner.constant(lists)),),
+                list_width=lists.shape[1],
             )
         )
 
     def attend_blocks(self, job: BlocksJob) -> Attended:
         """All heads see the blocks, the tail and the suffix."""
-        num_blocks = int(job.blocks.shape[0])
-        tail = job.prefix.num_tokens - job.tail_start
-        if num_blocks == 0:  # nothing but the tail, which is a run
-            dense = DenseJob(
-                job.q[:, None, :], job.prefix, job.head_map, job.tail_start, job.suffix
+        top = int(job.blocks.shape[0])
+        if top == 0:  # nothing but the tail, which is a run
+            return self.attend(
+                DenseJob(job.q, job.prefix, job.head_map, job.tail_start, job.suffix)
             )
-            return self.attend(dense)
+        return self._attend_blocks(job, top, tokens=2, extra=(("blocks", job.blocks),))
+
+    def attend_best_blocks(self, job: BestBlocksJob) -> Attended:
+        """Two launches: scores, and attention whose threadgroups choose the blocks themselves."""
+        if not 0 < job.top <= min(MOST_CHOSEN, int(job.statistics.high.shape[1])):
+            return super().attend_best_blocks(job)
+        return self.attend_scored(job, self.block_scores(job.q, job.statistics, job.head_map))
+
+    def attend_scored(self, job: BestBlocksJob, scores: Array) -> Attended:
+        """Attention to the blocks of the greatest ``scores`` f32 ``[n_blocks]``.
+
+        At most ``MOST_CHOSEN`` of them; the lower id wins a tie, what is not a number comes last.
+        """
+        num_blocks = int(scores.shape[0])
+        return self._attend_blocks(
+            job, job.top, tokens=3, extra=(("scores", scores),), num_blocks=num_blocks
+        )
+
+    def _attend_blocks(self, job: BlocksJob | BestBlocksJob, top: int, **how: Any) -> Attended:
+        tail = (job.prefix.num_tokens - job.start) % job.block_tokens
         return self._attend(
             Query(
                 *(job.q, job.prefix, job.head_map, job.start),
-                num_blocks * job.block_tokens + tail,
+                top * job.block_tokens + tail,
                 None if job.suffix is None else (job.suffix.keys, job.suffix.values),
-                tokens=2,
-                extra=(("blocks", job.blocks),),
                 block_tokens=job.block_tokens,
-                num_blocks=num_blocks,
+                top=top,
+                **how,
             )
         )
 
@@ -153,22 +180,26 @@ class DeviceKernels(Kernels):
         """Scores of the blocks, averaged over the query heads."""
         heads, num_blocks, dim = (int(n) for n in statistics.high.shape)
         low = statistics.low
-        numbers = self._numbers(0, 0, 0, heads, 1, 1, 0, 0, len(head_map), 0, 1, num_blocks)
+        packed = head_map.tobytes()
+        each = sharing_of(packed, heads)
+        numbers = self._numbers(
+            0, 0, 0, heads, 1, 1, 0, 0, len(head_map), 0, 1, num_blocks, 0, each
+        )
         return self.runner.run(
             Launch(
                 "block_scores",
-                (("QUEST", str(int(low is not None))),),
+                (("QUEST", str(int(low is not None))), ("GROUPED", str(int(each > 0)))),
                 (("D", dim),),
                 (
                     ("params", numbers),
-                    ("members", self._members(head_map.tobytes(), heads)),
+                    *(() if each else (("members", self._members(packed, heads)),)),
                     ("queries", q),
                     ("high", statistics.high),
                     *(() if low is None else (("low", low),)),
                 ),
                 (("scores", (num_blocks,), "f32"),),
-                (-(-num_blocks // 4), 1, 1),
-                4 * _SIMD,
+                (-(-num_blocks // _SCORED), 1, 1),
+                _SCORED * _SIMD,
             )
         )[0]
 
@@ -198,54 +229,63 @@ class DeviceKernels(Kernels):
         )[0]
 
     def _attend(self, query: Query) -> Attended:
-        num_queries, heads, dim = query.num_queries, len(query.head_map), query.prefix.head_dim
         way = way_of(self.runner.dialect, query)
-        tiles, num_tiles = self._tiles(query.head_map.tobytes(), num_queries, way.rows)
-        parts = parts_of(self.runner.dialect, num_tiles, query)
-        shape: tuple[int, ...] = (heads, num_queries, parts.total, dim)
-        if parts.total == 1:
-            shape = (heads, num_queries, dim)
-        prefix, suffix = query.prefix, query.suffix
+        grouped = way.kernel == "few_rows" and query.sharing > 0
+        if grouped:
+            num_tiles = query.prefix.num_kv_heads * -(-query.sharing // way.rows)
+            tiles: Inputs = ()
+        else:
+            table, num_tiles = self._tiles(query.head_map.tobytes(), query.num_queries, way.rows)
+            tiles = (("tiles", table),)
+        parts = parts_of(self.runner.dialect, num_tiles, query, way)
+        shape = tuple(query.q.shape)
+        split = shape if parts.total == 1 else (*shape[:-1], parts.total, shape[-1])
         part_out, part_lse = self.runner.run(
             Launch(
                 way.kernel,
-                (
-                    _side_macro("key", prefix.keys),
-                    _side_macro("value", prefix.values),
-                    ("PAGED", str(int(prefix.table is not None))),
-                    ("SUFFIX", str(int(suffix is not None))),
-                    ("TOKENS", str(query.tokens)),
-                ),
+                self._query_macros(query, grouped),
                 way.template,
-                (
-                    ("params", self._query_params(query, parts)),
-                    ("tiles", tiles),
-                    ("queries", query.q),
-                    *_side_inputs("key", prefix.keys),
-                    *_side_inputs("value", prefix.values),
-                    *self._table(prefix),
-                    *((("suffix_keys", suffix[0]), ("suffix_values", suffix[1])) if suffix else ()),
-                    *query.extra,
-                ),
-                (("part_out", shape, "f32"), ("part_lse", shape[:-1], "f32")),
+                (("params", self._query_params(query, parts)), *tiles, *self._query_inputs(query)),
+                (("part_out", split, "f32"), ("part_lse", split[:-1], "f32")),
                 (num_tiles, parts.total, 1),
                 way.simdgroups * _SIMD,
             )
         )
         if parts.total == 1:
             return Attended(part_out, part_lse)
-        return self._merge(part_out, part_lse, (heads, num_queries, dim))
+        return self._merge(part_out, part_lse, shape)
 
-    def _merge(self, part_out: Array, part_lse: Array, shape: tuple[int, int, int]) -> Attended:
-        heads, num_queries, dim = shape
+    def _query_macros(self, query: Query, grouped: bool) -> tuple[tuple[str, str], ...]:
+        prefix = query.prefix
+        return (
+            _side_macro("key", prefix.keys),
+            _side_macro("value", prefix.values),
+            ("PAGED", str(int(prefix.table is not None))),
+            ("SUFFIX", str(int(query.suffix is not None))),
+            ("TOKENS", str(query.tokens)),
+            ("GROUPED", str(int(grouped))),
+        )
+
+    def _query_inputs(self, query: Query) -> Inputs:
+        prefix, suffix = query.prefix, query.suffix
+        return (
+            ("queries", query.q),
+            *_side_inputs("key", prefix.keys),
+            *_side_inputs("value", prefix.values),
+            *self._table(prefix),
+            *((("suffix_keys", suffix[0]), ("suffix_values", suffix[1])) if suffix else ()),
+            *query.extra,
+        )
+
+    def _merge(self, part_out: Array, part_lse: Array, shape: tuple[int, ...]) -> Attended:
         params = self._numbers(0, 0, 0, 0, int(part_lse.shape[-1]))
         out, lse = self.runner.run(
             Launch(
-                *("merge", (), (("D", dim),)),
+                *("merge", (), (("D", shape[-1]),)),
                 (("params", params), ("part_out", part_out), ("part_lse", part_lse)),
-                (("out", shape, "f32"), ("lse", shape[:2], "f32")),
-                (heads * num_queries, 1, 1),
-                dim,
+                (("out", shape, "f32"), ("lse", shape[:-1], "f32")),
+                (math.prod(shape[:-1]), 1, 1),
+                shape[-1],
             )
         )
         return Attended(out, lse)
@@ -257,7 +297,7 @@ class DeviceKernels(Kernels):
             (parts.total, parts.prefix, parts.chunk),
             (
                 *(query.suffix_tokens, query.num_queries, query.list_width),
-                *(query.block_tokens, query.num_blocks),
+                *(query.block_tokens, query.num_blocks, query.top, query.sharing),
             ),
         )
 

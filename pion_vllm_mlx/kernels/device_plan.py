@@ -2,12 +2,15 @@
 
 The keys of a query are cut into parts so that a launch fills the device; a second launch merges
 the parts.  Few query rows of a KV head split the keys among the threads (``few_rows``), many share
-tiles of keys in threadgroup memory (``many_rows``; ``tensor_rows`` on CUDA's tensor cores).
+tiles of keys in threadgroup memory (``many_rows``; ``tensor_rows`` on CUDA's tensor cores).  Few
+rows over few keys (what sparse attention sees) are one launch: a second one takes longer than
+what it would save.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +20,9 @@ from pion_vllm_mlx.kernels.problem import Affine, Array, Prefix, Side
 
 MANY_ROWS = 16  # query rows of a tile of many_rows
 TENSOR_ROWS = 64  # and of tensor_rows
+MOST_CHOSEN = 32  # blocks that few_rows chooses by itself: kMostChosen of the texts
 _STEP = 64  # parts begin at multiples of this many keys
+_WHOLE_VALUES = 6144  # f32 values of partial results in threadgroup memory, 24 KB
 
 Inputs = tuple[tuple[str, Array], ...]
 
@@ -41,7 +46,7 @@ class Query:
     """What the kernels of one job have in common.
 
     ``visible``: keys of the prefix that a query row visits; ``tokens`` says which: 0 a run, 1 a
-    list a head, 2 blocks.
+    list a head, 2 blocks, 3 the ``top`` best of ``num_blocks`` blocks.
     """
 
     q: Array
@@ -55,6 +60,12 @@ class Query:
     list_width: int = 0
     block_tokens: int = 1
     num_blocks: int = 0
+    top: int = 0
+
+    @property
+    def sharing(self) -> int:
+        """Query rows of each KV head, neighbours; 0 where the head map is no such map."""
+        return sharing_of(self.head_map.tobytes(), self.prefix.num_kv_heads) * self.num_queries
 
     @property
     def num_queries(self) -> int:
@@ -69,12 +80,16 @@ class Query:
 
 @dataclass(frozen=True)
 class Way:
-    """A kernel of attention, the query rows of its tile, and its template."""
+    """A kernel of attention, the query rows of its tile, and its template.
+
+    ``whole``: all keys are one part.
+    """
 
     kernel: str
     rows: int
     template: tuple[tuple[str, int], ...]
     simdgroups: int
+    whole: bool = False
 
 
 def fits_tensors(query: Query) -> bool:
@@ -114,29 +129,68 @@ def lanes_of_key(head_dim: int, thread_values: int) -> int:
 def way_of(dialect: Dialect, query: Query) -> Way:
     """The kernel for a query, and its tile."""
     dim = query.prefix.head_dim
-    per_head = int(np.bincount(query.head_map).max()) * query.num_queries
-    if query.tokens == 0 and per_head > dialect.few_rows:
+    if query.tokens == 0 and _sharing_rows(query) > dialect.few_rows:
         if dim <= dialect.tensor_dim and fits_tensors(query):
             return Way("tensor_rows", TENSOR_ROWS, (("D", dim),), 4)
         slices = ("SLICE", 64 if dim % 64 == 0 else 32)
         return Way("many_rows", MANY_ROWS, (("D", dim), slices), 4)
+    if query.visible + query.suffix_tokens <= dialect.whole_keys:
+        return _whole_way(dialect, query)
     lanes = lanes_of_key(dim, dialect.thread_values)
-    rows = _few_rows(dialect, dim // (4 * lanes), 1 if query.tokens == 1 else per_head)
+    rows = _few_rows(dialect, dim // (4 * lanes), _sharing_rows(query))
+    return _few_way(dialect, query, rows, dialect.simdgroups, 4)
+
+
+def _whole_way(dialect: Dialect, query: Query) -> Way:
+    """All keys in one part: more threads for them, and fewer rows where threadgroups are few."""
+    dim = query.prefix.head_dim
+    quads = dim // (4 * lanes_of_key(dim, dialect.thread_values))
+    most, rows = _few_rows(dialect, quads, _sharing_rows(query)), 1
+    while rows < most and len(query.head_map) * query.num_queries > rows * dialect.whole_tiles:
+        rows *= 2
+    simdgroups = dialect.whole_simdgroups
+    while simdgroups > 1 and simdgroups * rows * dim > _WHOLE_VALUES:
+        simdgroups //= 2
+    unroll = min(dialect.whole_unroll, max(1, 2 * dialect.whole_unroll // quads))
+    return replace(_few_way(dialect, query, rows, simdgroups, unroll), whole=True)
+
+
+def _few_way(dialect: Dialect, query: Query, rows: int, simdgroups: int, most: int) -> Way:
+    """few_rows with tiles of ``rows``, at most ``most`` keys of a thread under way."""
+    dim = query.prefix.head_dim
+    lanes = lanes_of_key(dim, dialect.thread_values)
     template = (
         *(("D", dim), ("R", rows), ("LANES", lanes)),
-        ("SIMDGROUPS", dialect.simdgroups),
-        ("UNROLL", _unroll(dialect, rows, query.prefix.keys)),
+        ("SIMDGROUPS", simdgroups),
+        ("UNROLL", min(most, _unroll(dialect, rows, query.prefix.keys))),
     )
-    return Way("few_rows", rows, template, dialect.simdgroups)
+    return Way("few_rows", rows, template, simdgroups)
 
 
-def parts_of(dialect: Dialect, num_tiles: int, query: Query) -> Parts:
+def parts_of(dialect: Dialect, num_tiles: int, query: Query, way: Way) -> Parts:
     """Parts that fill the device and are not too short; a suffix has parts of its own."""
+    if way.whole:
+        return Parts(1, 0, max(query.visible, query.suffix_tokens))
     wanted = max(1, dialect.threadgroups // num_tiles)
     wanted = min(wanted, -(-query.visible // dialect.part_keys))
     chunk = -(-query.visible // max(1, wanted))
     chunk = max(_STEP, -(-chunk // _STEP) * _STEP)
     return Parts(max(1, -(-query.visible // chunk)), -(-query.suffix_tokens // chunk), chunk)
+
+
+def _sharing_rows(query: Query) -> int:
+    """Query rows that can share a key: lists of tokens share none."""
+    return 1 if query.tokens == 1 else int(np.bincount(query.head_map).max()) * query.num_queries
+
+
+@lru_cache(maxsize=64)
+def sharing_of(head_map: bytes, num_kv_heads: int) -> int:
+    """Query heads of each KV head where all have as many, one's behind another's; else 0."""
+    heads = np.frombuffer(head_map, dtype=np.uint8)
+    each, left = divmod(len(heads), num_kv_heads)
+    if left or not np.array_equal(heads, np.repeat(np.arange(num_kv_heads), each)):
+        return 0
+    return each
 
 
 def _few_rows(dialect: Dialect, quads: int, per_head: int) -> int:
@@ -150,4 +204,4 @@ def _few_rows(dialect: Dialect, quads: int, per_head: int) -> int:
 def _unroll(dialect: Dialect, rows: int, side: Side) -> int:
     """Keys of a thread under way at once: fewer, the more registers the rows take."""
     width = 2 if not isinstance(side, Affine) and kind_of(side) == "f32" else 1
-    return max(1, min(4, dialect.unroll // (rows * width)))
+    return max(1, dialect.unroll // (rows * width))

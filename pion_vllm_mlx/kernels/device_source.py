@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,13 @@ _KINDS: dict[str, Kind] = {
 
 def kind_of(array: Array) -> Kind:
     """The type of an array of numpy or mlx."""
-    return _KINDS[str(array.dtype).rpartition(".")[2]]
+    return _kind(array.dtype)
+
+
+@lru_cache(maxsize=32)
+def _kind(dtype: Any) -> Kind:
+    """Spelling a type takes longer than the rest of a launch's signature."""
+    return _KINDS[str(dtype).rpartition(".")[2]]
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,10 @@ class Dialect:
     ``threadgroups``: how many a launch should have; ``part_keys``: the fewest keys of a part;
     ``unroll``: keys of a thread that are under way at once, for one row of 16 bits;
     ``tensor_dim``: head dimension up to which there is ``tensor_rows``, for rows of 16 bits;
-    ``thread_values``: values of a key that one thread holds, where the head dimension allows it.
+    ``thread_values``: values of a key that one thread holds, where the head dimension allows it;
+    ``whole_keys``: keys up to which one launch of ``few_rows`` visits them all, without parts to
+    merge: in ``whole_simdgroups``, ``whole_unroll`` keys of a thread under way, and with fewer
+    rows in a tile where there are less than ``whole_tiles``.
     """
 
     name: Literal["metal", "cuda"]
@@ -64,6 +73,10 @@ class Dialect:
     part_keys: int = 64
     simdgroups: int = 4
     tensor_dim: int = 0
+    whole_keys: int = 256
+    whole_simdgroups: int = 8
+    whole_unroll: int = 4
+    whole_tiles: int = 1
 
 
 METAL = Dialect(
@@ -78,6 +91,9 @@ CUDA = Dialect(
     unroll=16,
     thread_values=8,
     tensor_dim=128,
+    whole_keys=1024,
+    whole_unroll=8,
+    whole_tiles=128,
 )
 
 

@@ -29,6 +29,7 @@ from pion_vllm_mlx.kernels.problem import (
     Side,
     SparseJob,
     Suffix,
+    with_queries,
 )
 
 
@@ -161,6 +162,8 @@ class Grouped:
 
     def __init__(self, q: Array, head_map: NDArray[np.uint8], num_kv_heads: int) -> None:
         self.groups: HeadGroups = head_groups(head_map, num_kv_heads)
+        self._shape = tuple(q.shape)
+        q = with_queries(q)
         num_heads, self._num_queries, dim = q.shape
         if not self.groups.in_order:
             q = q[mx.array(self.groups.slots.reshape(-1).astype(np.int32))]
@@ -184,13 +187,13 @@ class Grouped:
         return self.part(suffix.keys, suffix.values, hidden)
 
     def returned(self, found: Attended) -> Attended:
-        """Out ``[H_q, M, D]`` and lse ``[H_q, M]``."""
+        """Out in the shape of Q, and lse."""
+        if self.groups.in_order:
+            return found.shaped(self._shape)
         out = found.out.reshape(-1, self._num_queries, found.out.shape[-1])
         lse = found.lse.reshape(-1, self._num_queries)
-        if self.groups.in_order:
-            return Attended(out, lse)
         rows = mx.array(self.groups.rows.astype(np.int32))
-        return Attended(out[rows], lse[rows])
+        return Attended(out[rows], lse[rows]).shaped(self._shape)
 
 
 class MlxKernels(Kernels):
@@ -216,17 +219,17 @@ class MlxKernels(Kernels):
         num_heads, dim = job.q.shape
         width = job.indices.shape[1]
         if width == 0:
-            return Attended(mx.zeros((num_heads, 1, dim)), mx.full((num_heads, 1), -math.inf))
+            return Attended(mx.zeros((num_heads, dim)), mx.full((num_heads,), -math.inf))
         unused = np.arange(width) >= job.counts[:, None]
         tokens = mx.array(np.where(unused, 0, job.indices))
         kv_heads = mx.array(job.head_map.astype(np.int32))[:, None]
         q = (wide(job.q) * (1 / math.sqrt(dim)))[:, None]
         part = Part(*rows_at(job.prefix, kv_heads, tokens), mx.array(unused)[:, None])
-        return softmax_over(q, [part])
+        return softmax_over(q, [part]).shaped(job.q.shape)
 
     def attend_blocks(self, job: BlocksJob) -> Attended:
         """Rows gathered once for all heads, and the suffix."""
-        grouped = Grouped(job.q[:, None], job.head_map, job.prefix.num_kv_heads)
+        grouped = Grouped(job.q, job.head_map, job.prefix.num_kv_heads)
         starts = job.start + job.blocks * job.block_tokens
         tokens = (starts[:, None] + mx.arange(job.block_tokens)).flatten()
         tail = mx.arange(job.tail_start, job.prefix.num_tokens)

@@ -36,6 +36,7 @@ __all__ = [
     "Affine",
     "Array",
     "Attended",
+    "BestBlocksJob",
     "BlockStatistics",
     "BlocksJob",
     "DenseJob",
@@ -73,24 +74,35 @@ class Selection:
 
 @dataclass(frozen=True)
 class Attended:
-    """What a kernel returns: ``out`` f32 ``[H_q, M, D]`` and ``lse`` f32 ``[H_q, M]``.
+    """What a kernel returns: ``out`` f32 in the shape of Q, ``lse`` f32 in that less its last axis.
 
     ``lse`` is the natural log of the sum of exp of the scaled scores; -inf where a query saw no
-    token, and then its output is 0.  A caller that gave Q as ``[H_q, D]`` gets ``[H_q, D]`` and
-    ``[H_q]``.
+    token, and then its output is 0.
     """
 
     out: Array
     lse: Array
+
+    def shaped(self, shape: tuple[int, ...]) -> Attended:
+        """The same with an output of ``shape``."""
+        shape = tuple(shape)
+        if tuple(self.out.shape) == shape:
+            return self
+        return Attended(self.out.reshape(shape), self.lse.reshape(shape[:-1]))
+
+
+def with_queries(q: Array) -> Array:
+    """Q ``[H_q, D]`` or ``[H_q, M, D]`` as ``[H_q, M, D]``."""
+    return q if len(q.shape) == 3 else q[:, None, :]
 
 
 @dataclass(frozen=True)
 class DenseJob:
     """Each query sees all prefix tokens from ``start`` on, and a suffix causally.
 
-    ``q`` ``[H_q, M, D]`` f32, f16 or bf16, unscaled, M >= 1; ``head_map`` u8 ``[H_q]`` on the
-    host, entries below H_kv; 0 <= ``start`` < N.  ``suffix`` None, or at least one token: query m
-    sees its positions ``t <= max(0, S - M) + m``.
+    ``q`` ``[H_q, M, D]``, or ``[H_q, D]`` (M = 1), f32, f16 or bf16, unscaled, M >= 1;
+    ``head_map`` u8 ``[H_q]`` on the host, entries below H_kv; 0 <= ``start`` < N.  ``suffix`` None,
+    or at least one token: query m sees its positions ``t <= max(0, S - M) + m``.
     """
 
     q: Array
@@ -139,6 +151,24 @@ class BlocksJob:
         return num - (num - self.start) % self.block_tokens
 
 
+@dataclass(frozen=True)
+class BestBlocksJob:
+    """As ``BlocksJob``, but the ``top`` blocks are those of the greatest scores of ``q``.
+
+    ``statistics`` are those of the full blocks of ``block_tokens`` from ``start`` on, of which
+    there are more than ``top``.
+    """
+
+    q: Array
+    prefix: Prefix
+    head_map: NDArray[np.uint8]
+    statistics: BlockStatistics
+    block_tokens: int
+    top: int
+    start: int = 0
+    suffix: Suffix | None = None
+
+
 class Kernels(ABC):
     """One implementation of every kernel; stateless, or safe to use from any thread.
 
@@ -160,11 +190,22 @@ class Kernels(ABC):
 
     @abstractmethod
     def attend_sparse(self, job: SparseJob) -> Attended:
-        """Attention to given tokens; out ``[H_q, 1, D]``, lse ``[H_q, 1]``."""
+        """Attention to given tokens."""
 
     @abstractmethod
     def attend_blocks(self, job: BlocksJob) -> Attended:
-        """Attention to selected blocks, tail and suffix; out ``[H_q, 1, D]``, lse ``[H_q, 1]``."""
+        """Attention to given blocks, tail and suffix."""
+
+    def attend_best_blocks(self, job: BestBlocksJob) -> Attended:
+        """Attention to the best blocks, tail and suffix: scores, choice, attention."""
+        scores = self.block_scores(job.q, job.statistics, job.head_map)
+        blocks = self.top_blocks(scores, job.top)
+        return self.attend_blocks(
+            BlocksJob(
+                *(job.q, job.prefix, job.head_map, blocks, job.block_tokens, job.start),
+                suffix=job.suffix,
+            )
+        )
 
     @abstractmethod
     def block_statistics(

@@ -23,6 +23,7 @@ from pion_vllm_mlx.kernels.problem import (
     Selector,
     Side,
     SparseJob,
+    with_queries,
 )
 
 Doubles = NDArray[np.float64]
@@ -76,7 +77,7 @@ def softmax_attention(q: Doubles, keys: Doubles, values: Doubles, visible: Array
 
 def attend(job: DenseJob) -> Attended:
     """Dense attention over prefix and suffix, out and lse in float64."""
-    q = values_of(job.q)
+    q = values_of(with_queries(job.q))
     num_queries = q.shape[1]
     keys, values = (side[:, job.start :] for side in prefix_values(job.prefix))
     visible = np.ones((1, num_queries, keys.shape[1]), bool)
@@ -87,11 +88,12 @@ def attend(job: DenseJob) -> Attended:
         keys = np.concatenate([keys, values_of(job.suffix.keys)], axis=1)
         values = np.concatenate([values, values_of(job.suffix.values)], axis=1)
         visible = np.concatenate([visible, visible_suffix[None]], axis=2)
-    return softmax_attention(q, keys[job.head_map], values[job.head_map], visible)
+    found = softmax_attention(q, keys[job.head_map], values[job.head_map], visible)
+    return found.shaped(job.q.shape)
 
 
 def attend_sparse(job: SparseJob) -> Attended:
-    """Attention of each head to its own tokens, out ``[H_q, 1, D]`` and lse in float64."""
+    """Attention of each head to its own tokens, out ``[H_q, D]`` and lse in float64."""
     q = values_of(job.q)[:, None]
     keys, values = prefix_values(job.prefix)
     outs, lses = [], []
@@ -105,7 +107,7 @@ def attend_sparse(job: SparseJob) -> Attended:
         )
         outs.append(found.out)
         lses.append(found.lse)
-    return Attended(np.concatenate(outs), np.concatenate(lses))
+    return Attended(np.concatenate(outs), np.concatenate(lses)).shaped(job.q.shape)
 
 
 def attend_blocks(job: BlocksJob) -> Attended:
@@ -120,7 +122,8 @@ def attend_blocks(job: BlocksJob) -> Attended:
         keys = np.concatenate([keys, values_of(job.suffix.keys)], axis=1)
         values = np.concatenate([values, values_of(job.suffix.values)], axis=1)
     visible = np.ones((1, 1, keys.shape[1]), bool)
-    return softmax_attention(q, keys[job.head_map], values[job.head_map], visible)
+    found = softmax_attention(q, keys[job.head_map], values[job.head_map], visible)
+    return found.shaped(job.q.shape)
 
 
 def block_statistics(

@@ -6,6 +6,7 @@ bf16 is ``bfloat16`` in mlx and ``uint16`` bit patterns in numpy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from pion_vllm_mlx.kernels.threads import in_threads
 from pion_vllm_mlx.kernels.widening import widened
 
 DTYPES = ("fp32", "fp16", "bf16")
+_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "uint16": "bf16"}
 
 # Values converted by one thread at a time, and of these at once.
 _RUN_VALUES = 1024 * 1024
@@ -42,6 +44,17 @@ def to_mlx(array: Array) -> Array:
 
     moved = mx.array(array)
     return moved.view(mx.bfloat16) if moved.dtype == mx.uint16 else moved
+
+
+def dtype_name(array: Array) -> str:
+    """``fp32``, ``fp16`` or ``bf16``: what an array of values holds."""
+    return _named(array.dtype)
+
+
+@lru_cache(maxsize=16)
+def _named(dtype: Any) -> str:
+    """Spelling a type takes as long as a small query."""
+    return _NAMES[str(dtype).rpartition(".")[2]]
 
 
 def like(model: Array, array: Array) -> Array:

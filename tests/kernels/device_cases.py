@@ -18,7 +18,9 @@ from pion_vllm_mlx.kernels.device_kernels import DeviceKernels
 from pion_vllm_mlx.kernels.problem import (
     HEAD_DIMS,
     Attended,
+    BestBlocksJob,
     BlocksJob,
+    BlockStatistics,
     DenseJob,
     SparseJob,
 )
@@ -112,6 +114,14 @@ def blocks_job(row: Mapping[str, Any], rng: np.random.Generator) -> BlocksJob:
     return BlocksJob(case.q, case.prefix, case.head_map, blocks, size, case.start, case.suffix)
 
 
+def best_blocks_job(job: BlocksJob, statistics: BlockStatistics) -> BestBlocksJob:
+    """The same question, blocks by their scores: as many as the job has."""
+    size, top = job.block_tokens, len(job.blocks)
+    return BestBlocksJob(
+        *(job.q, job.prefix, job.head_map, statistics, size, top, job.start), suffix=job.suffix
+    )
+
+
 def assert_close(found: Attended, expected: Attended) -> None:
     """Out and lse, shapes and infinities included."""
     np.testing.assert_allclose(found.out, expected.out, atol=CLOSE, rtol=CLOSE)
@@ -145,6 +155,14 @@ class Bench:
         self._compare(self.kernels.attend_blocks, job, reference.attend_blocks)
         self._selection(job, row["selector"])
 
+    def scored(self, job: BlocksJob, scores: Any) -> None:
+        """Run and compare attention to the best blocks by ``scores``."""
+        best = self._moved(best_blocks_job(job, BlockStatistics(None)))
+        found = self.kernels.attend_scored(best, self.to(scores))
+        blocks = reference.top_blocks(scores, best.top)
+        expected = reference.attend_blocks(replace(job, blocks=blocks))
+        assert_close(Attended(self.back(found.out), self.back(found.lse)), expected)
+
     def attended(self, run: Callable[[Any], Attended], job: Any) -> Attended:
         """A job's result as host arrays."""
         found = run(self._moved(job))
@@ -174,3 +192,9 @@ class Bench:
         top = min(3, len(scores))
         chosen = self.back(self.kernels.top_blocks(self.to(scores), top))
         np.testing.assert_array_equal(chosen, reference.top_blocks(scores, top))
+        blocks = reference.top_blocks(scores, len(job.blocks))
+        self._compare(
+            lambda given: self.kernels.attend_best_blocks(best_blocks_job(given, made)),
+            replace(job, blocks=blocks),
+            reference.attend_blocks,
+        )

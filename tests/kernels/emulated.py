@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.kernels import device_cases
 from tests.metal_emulation.emulation import Compiler, EmulatedRunner, Recorder
 
 Row = Mapping[str, Any]
+
+WHOLE_KEYS = 128
 
 
 def _wanted(kernels: DeviceKernels, rng: np.random.Generator) -> dict[str, Callable[[Row], Any]]:
@@ -29,6 +32,7 @@ def _wanted(kernels: DeviceKernels, rng: np.random.Generator) -> dict[str, Calla
             made = kernels.block_statistics(job.prefix, size, start, row["selector"])
             scores = kernels.block_scores(job.q, made, job.head_map)
             kernels.top_blocks(scores, min(3, num_blocks))
+            kernels.attend_best_blocks(device_cases.best_blocks_job(job, made))
 
     return {
         "dense": lambda row: kernels.attend(device_cases.dense_job(row, rng)),
@@ -40,7 +44,11 @@ def _wanted(kernels: DeviceKernels, rng: np.random.Generator) -> dict[str, Calla
 def bench(
     dialect: Dialect, items: Iterable[pytest.Item], module: str, folder: Path
 ) -> device_cases.Bench:
-    """A bench on emulated kernels; the programs of the module's collected tests are compiled."""
+    """A bench on emulated kernels; the programs of the module's collected tests are compiled.
+
+    Some cases see their keys in one part, others in more.
+    """
+    dialect = replace(dialect, whole_keys=WHOLE_KEYS)
     recorder = Recorder(dialect)
     wanted = _wanted(DeviceKernels(recorder), np.random.default_rng())
     for item in items:

@@ -88,6 +88,19 @@ def test_equal_scores_and_nans_are_ranked_as_specified(cuda: Bench) -> None:
         assert found.tolist() == reference.top_blocks(scores, top).tolist()
 
 
+def test_blocks_are_chosen_by_threads_as_specified(cuda: Bench, rng: np.random.Generator) -> None:
+    row = {**device_cases.dense_row(head_map="groups of 4"), "num_queries": None}
+    for num_tokens, most in ((170, 3), (530, 32)):  # in one part, and in several
+        asked = {**row, "num_tokens": num_tokens, "block_tokens": 5}
+        num_blocks = num_tokens // 5
+        scores = rng.integers(-3, 4, num_blocks).astype(np.float32)
+        scores[rng.integers(num_blocks, size=12)] = [np.nan, np.inf, -np.inf, -0.0] * 3
+        for top in (1, 2, most):
+            cuda.scored(device_cases.blocks_job({**asked, "top": top}, rng), scores)
+        unknown = np.full(num_blocks, np.nan, np.float32)
+        cuda.scored(device_cases.blocks_job({**asked, "top": most}, rng), unknown)
+
+
 @pytest.mark.parametrize(
     ("head_dim", "stored", "q_type", "num_suffix", "page"),
     [(32, "bf16", "fp32", 3, 16), (64, "fp16", "fp16", 70, None), (128, "bf16", "bf16", 70, 16)],

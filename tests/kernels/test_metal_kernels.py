@@ -7,6 +7,7 @@ program.  Values are new each run, outputs and threadgroup memory are poisoned.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,18 +15,11 @@ import pytest
 
 from pion_vllm_mlx.kernels import reference
 from pion_vllm_mlx.kernels.device_kernels import DeviceKernels
-from pion_vllm_mlx.kernels.device_source import METAL, SMALL_INPUT
-from pion_vllm_mlx.kernels.problem import HEAD_DIMS, DenseJob
+from pion_vllm_mlx.kernels.device_source import METAL, SMALL_INPUT, Signature
+from pion_vllm_mlx.kernels.problem import HEAD_DIMS, BlockStatistics, DenseJob
 from tests.kernels import cases, device_cases, emulated
 from tests.kernels.device_cases import Bench
-from tests.metal_emulation.emulation import (
-    COMPILER,
-    Compiler,
-    EmulatedRunner,
-    KernelFault,
-    Recorder,
-    product_texts,
-)
+from tests.metal_emulation.emulation import COMPILER, Recorder, product_texts
 
 # The first test waits until all programs are compiled.
 pytestmark = [
@@ -94,6 +88,19 @@ def test_equal_scores_and_nans_are_ranked_as_specified(metal: Bench) -> None:
         assert found.tolist() == reference.top_blocks(scores, top).tolist()
 
 
+def test_blocks_are_chosen_by_threads_as_specified(metal: Bench, rng: np.random.Generator) -> None:
+    row = {**device_cases.dense_row(head_map="groups of 4"), "num_queries": None}
+    for num_tokens, most in ((170, 3), (530, 32)):  # in one part, and in several
+        asked = {**row, "num_tokens": num_tokens, "block_tokens": 5}
+        num_blocks = num_tokens // 5
+        scores = rng.integers(-3, 4, num_blocks).astype(np.float32)
+        scores[rng.integers(num_blocks, size=12)] = [np.nan, np.inf, -np.inf, -0.0] * 3
+        for top in (1, 2, most):
+            metal.scored(device_cases.blocks_job({**asked, "top": top}, rng), scores)
+        unknown = np.full(num_blocks, np.nan, np.float32)
+        metal.scored(device_cases.blocks_job({**asked, "top": most}, rng), unknown)
+
+
 def test_large_scores_do_not_overflow(metal: Bench, rng: np.random.Generator) -> None:
     for num_queries in (1, 17):
         job = device_cases.dense_job(device_cases.dense_row(num_queries=num_queries), rng)
@@ -105,74 +112,49 @@ def test_large_scores_do_not_overflow(metal: Bench, rng: np.random.Generator) ->
         np.testing.assert_allclose(found.lse, expected.lse, rtol=1e-5)
 
 
-BARRIER = r"(threadgroup|simdgroup)_barrier\(.*?\);"
-BARRIER_ROWS = {
-    "few_rows": device_cases.dense_row(),
-    "many_rows": device_cases.dense_row(num_queries=17),
-}
-
-
-def signature_of(row: dict[str, Any]) -> Any:
-    recorder = Recorder(METAL)
-    kernels = DeviceKernels(recorder)
-    kernels.attend(device_cases.dense_job(row, np.random.default_rng()))
-    return next(s for s in recorder.signatures if s.kernel != "merge")
-
-
-def barriers() -> list[tuple[str, int]]:
-    """(kernel, which) of every barrier of the texts."""
-    found = []
-    for kernel, row in BARRIER_ROWS.items():
-        texts = product_texts(METAL, signature_of(row))
-        found += [(kernel, i) for i in range(len(re.findall(BARRIER, "".join(texts))))]
-    return found
-
-
-@pytest.mark.parametrize(("kernel", "which"), barriers())
-def test_no_barrier_can_be_left_out(
-    kernel: str, which: int, tmp_path: Any, rng: np.random.Generator
-) -> None:
-    row = BARRIER_ROWS[kernel]
-    runner = EmulatedRunner(METAL, Compiler(tmp_path))
-    runner.mutate = lambda texts: without(texts, which)
-    with pytest.raises(KernelFault, match="race: threadgroup memory"):
-        DeviceKernels(runner).attend(device_cases.dense_job(row, rng))
-
-
-def without(texts: tuple[str, str], which: int) -> tuple[str, str]:
-    """Header and body without barrier number ``which``."""
-    number = -1
-
-    def drop(match: re.Match[str]) -> str:
-        nonlocal number
-        number += 1
-        return ";" if number == which else match[0]
-
-    header, body = (re.sub(BARRIER, drop, text) for text in texts)
-    return header, body
+def signatures_of(row: dict[str, Any]) -> list[Signature]:
+    """The programs of attention: dense, to chosen blocks, of few keys in one part and in more."""
+    rng = np.random.default_rng()
+    recorders = [Recorder(replace(METAL, whole_keys=keys)) for keys in (0, 1024)]
+    for recorder in recorders:
+        kernels = DeviceKernels(recorder)
+        kernels.attend(device_cases.dense_job(row, rng))
+        asked = {**row, "num_queries": None, "block_tokens": 16, "top": 3}
+        job = device_cases.blocks_job(asked, rng)
+        high = np.zeros((job.prefix.num_kv_heads, 8, job.prefix.head_dim), np.float32)
+        kernels.attend_best_blocks(device_cases.best_blocks_job(job, BlockStatistics(high, high)))
+    return sorted(set().union(*(one.signatures for one in recorders)), key=repr)
 
 
 def test_threadgroup_memory_fits_an_apple_gpu() -> None:
+    used = set()
     for head_dim in HEAD_DIMS:
         for num_queries in (1, 17):
             row = device_cases.dense_row(
                 head_dim=head_dim, num_queries=num_queries, head_map="groups of 4"
             )
-            signature = signature_of(row)
-            names = {**dict(signature.template)}
-            floats = 0
-            body = product_texts(METAL, signature)[1]
-            for size in re.findall(r"threadgroup float \w+\[(.+?)\];", body):
-                floats += eval(size, {}, names)
-            assert 0 < 4 * floats <= THREADGROUP_BYTES, (signature.kernel, names)
+            for signature in signatures_of(row):
+                num_bytes = threadgroup_bytes(signature)
+                assert num_bytes <= THREADGROUP_BYTES, (signature.kernel, signature.template)
+                used |= {signature.kernel} if num_bytes else set()
+    assert used == {"few_rows", "many_rows", "block_scores"}
 
 
-def test_small_inputs_are_indexed_only(metal: Bench, rng: np.random.Generator) -> None:
+def threadgroup_bytes(signature: Signature) -> int:
+    """What the arrays of a text take; all arrays, whether its macros want them or not."""
+    header, body = product_texts(METAL, signature)
+    constants = re.findall(r"constant constexpr int (\w+) = (\d+);", header)
+    names = {**dict(signature.template), **{name: int(value) for name, value in constants}}
+    arrays = re.findall(r"threadgroup (?:float|int|uint) \w+\[(.+?)\];", body)
+    return 4 * sum(int(eval(size, {}, names)) for size in arrays)
+
+
+def test_small_inputs_are_indexed_only() -> None:
     # mlx puts inputs of fewer than 8 values in another address space: a pointer to one cannot be
     # handed to a function that takes a device pointer. The texts that do so get longer inputs.
     pointers = {"queries", "keys", "values", "suffix_keys", "suffix_values", "table", "params"}
     pointers |= {"high", "low"}
     for row in cases.pairwise(device_cases.DENSE_AXES)[:20]:
-        recorded = signature_of(row)
-        small = {name for name, _, is_small in recorded.inputs if is_small}
-        assert not small & pointers, SMALL_INPUT
+        for recorded in signatures_of({**row, "num_tokens": 300, "window": 0}):
+            small = {name for name, _, is_small in recorded.inputs if is_small}
+            assert not small & pointers, SMALL_INPUT

@@ -25,6 +25,7 @@ struct __nv_bfloat16 {
 inline float __half2float(__half value) { return float(same_bits<_Float16>(value.bits)); }
 inline __half __ushort_as_half(unsigned short bits) { return __half{bits}; }
 inline float __uint_as_float(unsigned bits) { return same_bits<float>(bits); }
+inline unsigned __float_as_uint(float value) { return same_bits<unsigned>(value); }
 inline float __bfloat162float(__nv_bfloat16 value) {
   return __uint_as_float(unsigned(value.bits) << 16);
 }
@@ -40,6 +41,9 @@ inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 value) { return value.b
 
 struct alignas(8) uint2 {
   unsigned x, y;
+};
+struct alignas(8) float2 {
+  float x, y;
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;

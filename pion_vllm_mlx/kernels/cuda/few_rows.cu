@@ -2,9 +2,12 @@
 // keys. LANES threads share a key, so a warp holds 32 / LANES keys at once; all R rows of the tile
 // use a key while it is in registers, and the values of a key are on their way before its score.
 //
-// Grid: (tiles, splits) blocks of SIMDGROUPS warps. tiles i32 [tiles, 1 + R]: a KV head and the
-// query rows that read it, -1 for none. Out: part_out f32 [rows, splits, D] and part_lse f32
-// [rows, splits], natural log.
+// Grid: (tiles, splits) blocks of SIMDGROUPS warps. Which rows a tile has: GROUPED, see EvenRows;
+// else tiles i32 [tiles, 1 + R], a KV head and the query rows that read it, -1 for none. Where the
+// only split is one of the prefix, it visits the suffix too. TOKENS 1: lists i32 [H_q, K], how many
+// tokens, then their numbers. TOKENS 2: blocks i32 [blocks]. TOKENS 3: scores f32 [blocks], of
+// which every block of threads chooses the best for itself.
+// Out: part_out f32 [rows, splits, D] and part_lse f32 [rows, splits], natural log.
 
 template <int R, int COUNT>
 struct Rows {
@@ -102,14 +105,14 @@ __device__ inline void visit(Rows<R, COUNT>& rows, Keys keys, Values values, Tok
 }
 
 // Reads the rows of a tile; a missing row stays zero.
-template <int R, int COUNT, int LANES, int WIDTH, int D, typename T>
-__device__ inline void start_rows(Rows<R, COUNT>& rows, const T* queries, const int* row_ids,
+template <int R, int COUNT, int LANES, int WIDTH, int D, typename T, typename Own>
+__device__ inline void start_rows(Rows<R, COUNT>& rows, const T* queries, Own own,
                                   const int* params, int part) {
   const float scale = kLog2E / sqrtf(float(D));
   const int causal = params[kSuffix] - params[kQueries];
 #pragma unroll
   for (int r = 0; r < R; ++r) {
-    const int row = row_ids[r];
+    const int row = own.row(r);
     rows.top[r] = kLowest;
     rows.sum[r] = 0.0f;
     rows.limit[r] = (causal > 0 ? causal : 0) + (row < 0 ? 0 : row % params[kQueries]);
@@ -149,9 +152,71 @@ __device__ inline void gather_slots(const Rows<R, COUNT>& rows, float* acc, floa
   }
 }
 
+// A block of keys as a candidate: the greater key comes first, of equal ones the lower id.
+struct Candidate {
+  unsigned key;
+  int id;
+  __device__ bool before(Candidate other) const {
+    return key > other.key || (key == other.key && id < other.id);
+  }
+};
+
+// Ordered as scores are, zeros alike; least for what is not a number.
+__device__ inline unsigned key_of(float score) {
+  if (!(score == score)) return 0u;
+  const unsigned bits = __float_as_uint(score == 0.0f ? 0.0f : score);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// The first candidate behind `last` of those that are this thread's.
+template <int THREADS>
+__device__ inline Candidate next_candidate(const float* scores, int num, Candidate last,
+                                           int index) {
+  Candidate first{0u, 0x7fffffff};
+#pragma unroll 4
+  for (int id = index; id < num; id += THREADS) {
+    const Candidate one{key_of(__ldg(scores + id)), id};
+    if (last.before(one) && one.before(first)) first = one;
+  }
+  return first;
+}
+
+// Leaves the ids of the `top` best scores in `chosen`, the best first. Two rounds use `keys` and
+// `ids` [2 * WARPS] in turn, so that one barrier a round is enough.
+template <int WARPS>
+__device__ inline void choose(const float* scores, int num, int top, unsigned* keys, int* ids,
+                              int* chosen, int index) {
+  const int warp = index / 32;
+  Candidate mine = next_candidate<WARPS * 32>(scores, num, Candidate{0xffffffffu, -1}, index);
+  for (int round = 0; round < top; ++round) {
+    Candidate best = mine;
+#pragma unroll
+    for (int hop = 16; hop; hop /= 2) {
+      const Candidate other{__shfl_xor_sync(kAll, best.key, hop),
+                            __shfl_xor_sync(kAll, best.id, hop)};
+      if (other.before(best)) best = other;
+    }
+    const int at = round % 2 * WARPS;
+    if (index % 32 == 0) {
+      keys[at + warp] = best.key;
+      ids[at + warp] = best.id;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int w = 0; w < WARPS; ++w) {
+      const Candidate other{keys[at + w], ids[at + w]};
+      if (other.before(best)) best = other;
+    }
+    if (index == 0) chosen[round] = best.id;
+    if (best.id == mine.id) mine = next_candidate<WARPS * 32>(scores, num, best, index);
+  }
+  __syncthreads();
+}
+
 //// body
 constexpr int COUNT = D / LANES;
 constexpr int SLOTS = 32 / LANES;
+constexpr int WIDTH = decltype(KEYS)::template width<COUNT>();
 __shared__ float group_acc[SIMDGROUPS * R * D];
 __shared__ float group_top[SIMDGROUPS * R];
 __shared__ float group_sum[SIMDGROUPS * R];
@@ -159,11 +224,17 @@ __shared__ float group_sum[SIMDGROUPS * R];
 const int lane = int(threadIdx.x % 32);
 const int warp = int(threadIdx.x / 32);
 const int split = int(blockIdx.y);
-const int first = int(blockIdx.x) * (R + 1);
-const int head = tiles[first];
 const int chunk = params[kChunk];
 const int step = SLOTS * UNROLL;
-const int stride = SIMDGROUPS * step;
+#if GROUPED
+const EvenRows<R> own{params[kSharing], int(blockIdx.x)};
+#else
+const TableRows own{tiles + Row(blockIdx.x) * (R + 1)};
+#endif
+const int head = own.head();
+
+Rows<R, COUNT> rows;
+start_rows<R, COUNT, LANES, WIDTH, D>(rows, queries, own, params, lane % LANES);
 
 #if PAGED
 const Paged layout{table, params[kNumHeads], head, params[kStride]};
@@ -171,12 +242,20 @@ const Paged layout{table, params[kNumHeads], head, params[kStride]};
 const Contiguous layout{Row(head) * params[kStride]};
 #endif
 #if TOKENS == 1
-const int visible = counts[tiles[first + 1]];
-const Listed tokens{indices + Row(tiles[first + 1]) * params[kListWidth]};
-#elif TOKENS == 2
-const int in_blocks = params[kNumBlocks] * params[kBlockTokens];
+const int* list = lists + Row(own.row(0)) * params[kListWidth];
+const int visible = list[0];
+const Listed tokens{list + 1};
+#elif TOKENS >= 2
+const int in_blocks = params[kTop] * params[kBlockTokens];
 const int tail_tokens = (params[kTokens] - params[kStart]) % params[kBlockTokens];
 const int visible = in_blocks + tail_tokens;
+#if TOKENS == 3
+__shared__ unsigned best_keys[2 * SIMDGROUPS];
+__shared__ int best_ids[2 * SIMDGROUPS];
+__shared__ int blocks[kMostChosen];
+choose<SIMDGROUPS>(scores, params[kNumBlocks], params[kTop], best_keys, best_ids, blocks,
+                   int(threadIdx.x));
+#endif
 const Blocks tokens{blocks, params[kBlockTokens], params[kStart], in_blocks,
                     params[kTokens] - tail_tokens};
 #else
@@ -184,38 +263,36 @@ const int visible = params[kTokens] - params[kStart];
 const Run tokens{params[kStart]};
 #endif
 
-Rows<R, COUNT> rows;
 if (split < params[kPrefixSplits]) {
-  constexpr int WIDTH = decltype(KEYS)::template width<COUNT>();
-  start_rows<R, COUNT, LANES, WIDTH, D>(rows, queries, tiles + first + 1, params, lane % LANES);
   const int begin = split * chunk;
   const int end = ::min(begin + chunk, visible);
   visit<R, COUNT, LANES, WIDTH, UNROLL, false>(rows, KEYS, VALUES, tokens, layout,
-                                               begin + warp * step, end, stride, lane);
-  gather_slots<R, COUNT, LANES, WIDTH, D>(rows, group_acc, group_top, group_sum, warp, lane);
+                                               begin + warp * step, end, SIMDGROUPS * step, lane);
 }
 #if SUFFIX
-else {
-  constexpr int WIDTH = decltype(plain<D>(suffix_keys))::template width<COUNT>();
-  start_rows<R, COUNT, LANES, WIDTH, D>(rows, queries, tiles + first + 1, params, lane % LANES);
-  const int begin = (split - params[kPrefixSplits]) * chunk;
+const bool alone = params[kSplits] == params[kPrefixSplits];
+const int behind = alone ? 0 : split - params[kPrefixSplits];
+if (behind >= 0) {
+  const int begin = behind * chunk;
   const int end = ::min(begin + chunk, params[kSuffix]);
   visit<R, COUNT, LANES, WIDTH, 1, true>(rows, plain<D>(suffix_keys), plain<D>(suffix_values),
                                          Run{0}, Contiguous{Row(head) * params[kSuffix]},
                                          begin + warp * SLOTS, end, SIMDGROUPS * SLOTS, lane);
-  gather_slots<R, COUNT, LANES, WIDTH, D>(rows, group_acc, group_top, group_sum, warp, lane);
 }
 #endif
+gather_slots<R, COUNT, LANES, WIDTH, D>(rows, group_acc, group_top, group_sum, warp, lane);
 __syncthreads();
 
 for (int i = int(threadIdx.x); i < R * D; i += SIMDGROUPS * 32) {
   const int r = i / D;
-  const int row = tiles[first + 1 + r];
+  const int row = own.row(r);
   if (row < 0) continue;
   float top = kLowest;
+#pragma unroll
   for (int s = 0; s < SIMDGROUPS; ++s) top = fmaxf(top, group_top[s * R + r]);
   float sum = 0.0f;
   float acc = 0.0f;
+#pragma unroll
   for (int s = 0; s < SIMDGROUPS; ++s) {
     const float weight = exp2f(group_top[s * R + r] - top);
     sum += group_sum[s * R + r] * weight;

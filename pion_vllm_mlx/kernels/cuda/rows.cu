@@ -10,6 +10,7 @@ constexpr float kLowest = -1e30f;  // below every score; finite, so differences 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 constexpr unsigned kAll = 0xffffffffu;
+constexpr int kMostChosen = 32;  // blocks that threads choose where they attend to them
 
 // The numbers of a launch, in the order in which the host packs them.
 enum Param {
@@ -24,8 +25,9 @@ enum Param {
   kQueries,       // M
   kListWidth,     // K: row length of the listed tokens
   kBlockTokens,   // tokens of a selected block
-  kNumBlocks,     // blocks selected, or there are
-  kTop,           // blocks to select
+  kNumBlocks,     // blocks there are
+  kTop,           // blocks selected, or to select
+  kSharing,       // query rows of a KV head, where every head has as many and they are neighbours
 };
 
 using Row = long long;
@@ -59,6 +61,23 @@ __device__ inline void expand_pair(unsigned pair, const __half*, float* out) {
   out[0] = __half2float(__ushort_as_half(static_cast<unsigned short>(pair & 0xffffu)));
   out[1] = __half2float(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
 }
+
+struct TwoQuads {
+  float4 low;
+  float4 high;
+};
+
+template <>
+struct Loader<float, 8> {
+  using Raw = TwoQuads;
+  __device__ static Raw fetch(const float* p) {
+    return Raw{Loader<float, 4>::fetch(p), Loader<float, 4>::fetch(p + 4)};
+  }
+  __device__ static void expand(const Raw& raw, float* out) {
+    Loader<float, 4>::expand(raw.low, out);
+    Loader<float, 4>::expand(raw.high, out + 4);
+  }
+};
 
 template <typename T>
 struct Loader<T, 4> {
@@ -193,8 +212,29 @@ struct Blocks {
   int in_blocks;
   int tail;
   __device__ int token(int i) const {
-    return i < in_blocks ? start + __ldg(ids + i / block_tokens) * block_tokens + i % block_tokens
+    return i < in_blocks ? start + ids[i / block_tokens] * block_tokens + i % block_tokens
                          : tail + (i - in_blocks);
+  }
+};
+
+// The query rows of a tile as a table has them: a KV head, then a row or -1 each.
+struct TableRows {
+  const int* at;
+  __device__ int head() const { return at[0]; }
+  __device__ int row(int r) const { return at[1 + r]; }
+};
+
+// The query rows of a tile where every KV head has `each`, one head's behind another's: R, or what
+// is left of the head's.
+template <int R>
+struct EvenRows {
+  int each;
+  int tile;
+  __device__ int tiles_of_head() const { return (each + R - 1) / R; }
+  __device__ int head() const { return tile / tiles_of_head(); }
+  __device__ int row(int r) const {
+    const int i = tile % tiles_of_head() * R + r;
+    return i < each ? head() * each + i : -1;
   }
 };
 

@@ -2,54 +2,91 @@
 //
 // A score is linear in q for the mean, and in its positive and its negative values for Quest's
 // bound: the query heads of a KV head are added up first. A head whose q is not finite counts
-// nothing. members i32 [H_kv + 1 + H_q]: for each KV head where its query heads begin among those
-// that follow, the end last. high, low f32 [H_kv, blocks, D].
+// nothing. GROUPED: KV heads have as many query heads, neighbours; else members i32
+// [H_kv + 1 + H_q], for each KV head where its query heads begin among those that follow, the end
+// last. high, low f32 [H_kv, blocks, D].
 //
-// Grid: (blocks / 4) threadgroups of four simdgroups, each of which scores one block.
-// Out: scores f32 [blocks].
+// Grid: (blocks / 8) threadgroups of eight simdgroups. Eight blocks are scored at once, each
+// simdgroup for its share of the KV heads. Out: scores f32 [blocks].
+
+constant constexpr int kScored = 8;
+
+// What the query heads of one KV head add up to, of the dimensions that are this thread's.
+template <int QUADS>
+struct Summed {
+  float4 positive[QUADS];
+  float4 negative[QUADS];
+};
+
+// Adds a row of q, unless one of its values is not finite.
+template <int QUADS, int D, typename Queries>
+void add_row(thread Summed<QUADS>& summed, Queries row, int lane) {
+  float4 q[QUADS];
+  int bad = 0;
+  for (int c = 0; c < QUADS; ++c) {
+    const int d = c * 128 + lane * 4;
+    q[c] = d < D ? load4(row + d) : float4(0.0f);
+    if (!(isfinite(q[c].x) && isfinite(q[c].y) && isfinite(q[c].z) && isfinite(q[c].w))) bad = 1;
+  }
+  if (simd_max(bad) != 0) return;
+  for (int c = 0; c < QUADS; ++c) {
+    summed.positive[c] += metal::fmax(q[c], float4(0.0f));
+    summed.negative[c] += metal::fmin(q[c], float4(0.0f));
+  }
+}
 
 //// body
 constexpr int QUADS = (D + 127) / 128;
+threadgroup float partial[kScored * kScored];
+
 const int lane = int(thread_index_in_simdgroup);
-const int block = int(threadgroup_position_in_grid.x) * 4 + int(simdgroup_index_in_threadgroup);
+const int simd_id = int(simdgroup_index_in_threadgroup);
+const int first = int(threadgroup_position_in_grid.x) * kScored;
 const int num_blocks = params[kNumBlocks];
-if (block < num_blocks) {
-  float score = 0.0f;
-  for (int head = 0; head < params[kNumHeads]; ++head) {
-    float4 positive[QUADS];
-    float4 negative[QUADS];
-    for (int c = 0; c < QUADS; ++c) positive[c] = negative[c] = float4(0.0f);
-    for (int i = members[head]; i < members[head + 1]; ++i) {
-      float4 q[QUADS];
-      int bad = 0;
-      for (int c = 0; c < QUADS; ++c) {
-        const int d = c * 128 + lane * 4;
-        q[c] = d < D ? load4(queries + ulong(members[i]) * D + ulong(d)) : float4(0.0f);
-        if (!(isfinite(q[c].x) && isfinite(q[c].y) && isfinite(q[c].z) && isfinite(q[c].w))) {
-          bad = 1;
-        }
-      }
-      if (simd_max(bad) != 0) continue;
-      for (int c = 0; c < QUADS; ++c) {
-        positive[c] += metal::fmax(q[c], float4(0.0f));
-        negative[c] += metal::fmin(q[c], float4(0.0f));
-      }
-    }
-    const ulong at = (ulong(head) * ulong(num_blocks) + ulong(block)) * D;
+
+float score[kScored];
+for (int b = 0; b < kScored; ++b) score[b] = 0.0f;
+for (int head = simd_id; head < params[kNumHeads]; head += kScored) {
+  Summed<QUADS> summed;
+  for (int c = 0; c < QUADS; ++c) summed.positive[c] = summed.negative[c] = float4(0.0f);
+#if GROUPED
+  const int each = params[kSharing];
+  for (int i = 0; i < each; ++i) {
+    add_row<QUADS, D>(summed, queries + ulong(head * each + i) * D, lane);
+  }
+#else
+  for (int i = members[head]; i < members[head + 1]; ++i) {
+    add_row<QUADS, D>(summed, queries + ulong(members[i]) * D, lane);
+  }
+#endif
+  for (int b = 0; b < kScored; ++b) {
+    const ulong block = ulong(head) * ulong(num_blocks) + ulong(min(first + b, num_blocks - 1));
     for (int c = 0; c < QUADS; ++c) {
       const int d = c * 128 + lane * 4;
       if (d >= D) continue;
-      const float4 most = load4(high + at + ulong(d));
+      const float4 most = load4(high + block * D + ulong(d));
 #if QUEST
-      score += dot(positive[c], most) + dot(negative[c], load4(low + at + ulong(d)));
+      const float4 least = load4(low + block * D + ulong(d));
+      score[b] += dot(summed.positive[c], most) + dot(summed.negative[c], least);
 #else
-      score += dot(positive[c] + negative[c], most);
+      score[b] += dot(summed.positive[c] + summed.negative[c], most);
 #endif
     }
   }
-  score = simd_sum(score) / float(params[kQueries]);
+}
+for (int b = 0; b < kScored; ++b) {
+  const float sum = simd_sum(score[b]);
+  if (lane == 0) partial[simd_id * kScored + b] = sum;
+}
+threadgroup_barrier(mem_flags::mem_threadgroup);
+
+const int mine = simd_id * 32 + lane;
+if (mine < kScored && first + mine < num_blocks) {
+  float sum = 0.0f;
+  for (int s = 0; s < kScored; ++s) sum += partial[s * kScored + mine];
+  sum /= float(params[kQueries]);
 #if !QUEST
-  score /= metal::sqrt(float(D));
+  sum /= metal::sqrt(float(D));
 #endif
-  if (lane == 0) scores[block] = score;
+  scores[first + mine] = sum;
 }

@@ -2,9 +2,12 @@
 // keys. LANES threads share a key, so a simdgroup holds 32 / LANES keys at once; all R rows of the
 // tile use a key while it is in registers.
 //
-// Grid: (tiles, splits) threadgroups of SIMDGROUPS simdgroups. tiles i32 [tiles, 1 + R]: a KV head
-// and the query rows that read it, -1 for none. Out: part_out f32 [rows, splits, D] and part_lse
-// f32 [rows, splits], natural log.
+// Grid: (tiles, splits) threadgroups of SIMDGROUPS simdgroups. Which rows a tile has: GROUPED, see
+// EvenRows; else tiles i32 [tiles, 1 + R], a KV head and the query rows that read it, -1 for none.
+// Where the only split is one of the prefix, it visits the suffix too. TOKENS 1: lists i32 [H_q, K],
+// how many tokens, then their numbers. TOKENS 2: blocks i32 [blocks]. TOKENS 3: scores f32 [blocks],
+// of which every threadgroup chooses the best for itself.
+// Out: part_out f32 [rows, splits, D] and part_lse f32 [rows, splits], natural log.
 
 template <int R, int C>
 struct Rows {
@@ -81,6 +84,60 @@ inline float over_slots(float value, int lanes) {
   return value;
 }
 
+// A block of keys as a candidate: the greater key comes first, of equal ones the lower id.
+struct Candidate {
+  uint key;
+  int id;
+  bool before(Candidate other) const {
+    return key > other.key || (key == other.key && id < other.id);
+  }
+};
+
+// Ordered as scores are, zeros alike; least for what is not a number.
+inline uint key_of(float score) {
+  if (!(score == score)) return 0u;
+  const uint bits = as_type<uint>(score == 0.0f ? 0.0f : score);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+// The first candidate behind `last` of those that are this thread's.
+template <typename Scores>
+Candidate next_candidate(Scores scores, int num, Candidate last, int index, int threads) {
+  Candidate first{0u, 0x7fffffff};
+  for (int id = index; id < num; id += threads) {
+    const Candidate one{key_of(scores[id]), id};
+    if (last.before(one) && one.before(first)) first = one;
+  }
+  return first;
+}
+
+// Leaves the ids of the `top` best scores in `chosen`, the best first. Two rounds use `keys` and
+// `ids` [2 * SIMDGROUPS] in turn, so that one barrier a round is enough.
+template <int SIMDGROUPS, typename Scores, typename Keys, typename Ids>
+void choose(Scores scores, int num, int top, Keys keys, Ids ids, Ids chosen, int index) {
+  constexpr int threads = SIMDGROUPS * 32;
+  const int simd_id = index / 32;
+  Candidate mine = next_candidate(scores, num, Candidate{0xffffffffu, -1}, index, threads);
+  for (int round = 0; round < top; ++round) {
+    Candidate best;
+    best.key = simd_max(mine.key);
+    best.id = simd_min(mine.key == best.key ? mine.id : 0x7fffffff);
+    const int at = round % 2 * SIMDGROUPS;
+    if (index % 32 == 0) {
+      keys[at + simd_id] = best.key;
+      ids[at + simd_id] = best.id;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int s = 0; s < SIMDGROUPS; ++s) {
+      const Candidate other{keys[at + s], ids[at + s]};
+      if (other.before(best)) best = other;
+    }
+    if (index == 0) chosen[round] = best.id;
+    if (best.id == mine.id) mine = next_candidate(scores, num, best, index, threads);
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+}
+
 //// body
 constexpr int C = D / (4 * LANES);
 constexpr int SLOTS = 32 / LANES;
@@ -91,13 +148,17 @@ threadgroup float group_sum[SIMDGROUPS * R];
 const int lane = int(thread_index_in_simdgroup);
 const int simd_id = int(simdgroup_index_in_threadgroup);
 const int split = int(threadgroup_position_in_grid.y);
-const int first = int(threadgroup_position_in_grid.x) * (R + 1);
-const int head = tiles[first];
 const int chunk = params[kChunk];
+#if GROUPED
+const EvenRows<R> own{params[kSharing], int(threadgroup_position_in_grid.x)};
+#else
+const auto own = table_rows(tiles, int(threadgroup_position_in_grid.x) * (R + 1));
+#endif
+const int head = own.head();
 
 Rows<R, C> rows;
 for (int r = 0; r < R; ++r) {
-  const int row = tiles[first + 1 + r];
+  const int row = own.row(r);
   rows.top[r] = kLowest;
   rows.sum[r] = 0.0f;
   rows.limit[r] = 0;
@@ -123,12 +184,20 @@ const Paged layout{table, ulong(params[kNumHeads]), ulong(head), params[kStride]
 const Contiguous layout{ulong(head) * ulong(params[kStride])};
 #endif
 #if TOKENS == 1
-const int visible = counts[tiles[first + 1]];
-const auto tokens = listed(indices, tiles[first + 1] * params[kListWidth]);
-#elif TOKENS == 2
-const int in_blocks = params[kNumBlocks] * params[kBlockTokens];
+const int list = own.row(0) * params[kListWidth];
+const int visible = lists[list];
+const auto tokens = listed(lists, list + 1);
+#elif TOKENS >= 2
+const int in_blocks = params[kTop] * params[kBlockTokens];
 const int tail_tokens = (params[kTokens] - params[kStart]) % params[kBlockTokens];
 const int visible = in_blocks + tail_tokens;
+#if TOKENS == 3
+threadgroup uint best_keys[2 * SIMDGROUPS];
+threadgroup int best_ids[2 * SIMDGROUPS];
+threadgroup int blocks[kMostChosen];
+choose<SIMDGROUPS>(scores, params[kNumBlocks], params[kTop], best_keys, best_ids, blocks,
+                   simd_id * 32 + lane);
+#endif
 const auto tokens = blocks_of(blocks, params[kBlockTokens], params[kStart], in_blocks,
                               params[kTokens] - tail_tokens);
 #else
@@ -143,8 +212,10 @@ if (split < params[kPrefixSplits]) {
                                     end, stride, lane);
 }
 #if SUFFIX
-else {
-  const int begin = (split - params[kPrefixSplits]) * chunk;
+const bool alone = params[kSplits] == params[kPrefixSplits];
+const int behind = alone ? 0 : split - params[kPrefixSplits];
+if (behind >= 0) {
+  const int begin = behind * chunk;
   const int end = min(begin + chunk, params[kSuffix]);
   visit<R, C, LANES, UNROLL, true>(rows, plain<D>(suffix_keys), plain<D>(suffix_values), Run{0},
                                    Contiguous{ulong(head) * ulong(params[kSuffix])},
@@ -181,7 +252,7 @@ threadgroup_barrier(mem_flags::mem_threadgroup);
 
 for (int i = simd_id * 32 + lane; i < R * D; i += SIMDGROUPS * 32) {
   const int r = i / D;
-  const int row = tiles[first + 1 + r];
+  const int row = own.row(r);
   if (row < 0) continue;
   float top = kLowest;
   for (int s = 0; s < SIMDGROUPS; ++s) top = fmax(top, group_top[s * R + r]);

@@ -4,6 +4,7 @@
 constant constexpr float kLowest = -1e30f;  // below every score; finite, so differences are too
 constant constexpr float kLog2E = 1.4426950408889634f;
 constant constexpr float kLn2 = 0.6931471805599453f;
+constant constexpr int kMostChosen = 32;  // blocks that threads choose where they attend to them
 
 // The numbers of a launch, in the order in which the host packs them.
 enum Param {
@@ -18,8 +19,9 @@ enum Param {
   kQueries,       // M
   kListWidth,     // K: row length of the listed tokens
   kBlockTokens,   // tokens of a selected block
-  kNumBlocks,     // blocks selected, or there are
-  kTop,           // blocks to select
+  kNumBlocks,     // blocks there are
+  kTop,           // blocks selected, or to select
+  kSharing,       // query rows of a KV head, where every head has as many and they are neighbours
 };
 
 inline float4 load4(const device float* p) { return *(const device float4*)(p); }
@@ -118,3 +120,31 @@ template <typename Ids>
 Blocks<Ids> blocks_of(Ids ids, int block_tokens, int start, int in_blocks, int tail) {
   return Blocks<Ids>{ids, block_tokens, start, in_blocks, tail};
 }
+
+// The query rows of a tile as a table has them: a KV head, then a row or -1 each.
+template <typename Ids>
+struct TableRows {
+  Ids ids;
+  int at;
+  int head() const { return ids[at]; }
+  int row(int r) const { return ids[at + 1 + r]; }
+};
+
+template <typename Ids>
+TableRows<Ids> table_rows(Ids ids, int at) {
+  return TableRows<Ids>{ids, at};
+}
+
+// The query rows of a tile where every KV head has `each`, one head's behind another's: R, or what
+// is left of the head's.
+template <int R>
+struct EvenRows {
+  int each;
+  int tile;
+  int tiles_of_head() const { return (each + R - 1) / R; }
+  int head() const { return tile / tiles_of_head(); }
+  int row(int r) const {
+    const int i = tile % tiles_of_head() * R + r;
+    return i < each ? head() * each + i : -1;
+  }
+};
