@@ -13,7 +13,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable
-from itertools import chain
 from typing import cast
 
 from pion_vllm_mlx.errors import CommandError, ProtocolError
@@ -22,7 +21,8 @@ from pion_vllm_mlx.server.command import Reply
 from pion_vllm_mlx.server.direct import DirectWriter, StreamWriter, TransportWriter
 from pion_vllm_mlx.server.farewell import Farewell
 from pion_vllm_mlx.server.inbound import DeferredBulk, RefusedBulk
-from pion_vllm_mlx.server.outbound import Stream, made_on_the_way
+from pion_vllm_mlx.server.outbound import Stream
+from pion_vllm_mlx.server.outcome import encoded, failed
 from pion_vllm_mlx.server.patience import Patience
 from pion_vllm_mlx.server.session import Client, Context, Server
 from pion_vllm_mlx.wire import resp
@@ -37,8 +37,6 @@ MAX_QUEUED = 256
 MAX_SHORT_BYTES = 16 << 20
 #: replies are written together up to here.
 GATHERED_REPLY_BYTES = 16 << 10
-#: a longer reply of many values is made while it is sent, from where they lie.
-LONG_REPLY_BYTES = 256 << 10
 #: a long argument that brings less than this in the stall time stands still.
 STEP_BYTES = 64 << 10
 LIMITS = Limits()
@@ -267,6 +265,7 @@ class Connection(asyncio.BufferedProtocol):
         return self._deferred or (self.parser.waits and not self._ending)
 
     def _execute_queued(self) -> None:
+        assert self._context is not None
         while self.parser.commands and not self._ending and self._drained.is_set():
             args = dispatch.opened(self.parser.commands.popleft())
             if not args:
@@ -275,7 +274,7 @@ class Connection(asyncio.BufferedProtocol):
             if dispatch.is_pending(result):
                 self._wait_for(cast("Awaitable[Reply]", result), args)
                 return
-            reply = self._encoded(cast("Reply", result))
+            reply = encoded(self._context, cast("Reply", result))
             if isinstance(reply, Stream):
                 self._wait_for(_itself(reply), args)
                 return
@@ -296,17 +295,18 @@ class Connection(asyncio.BufferedProtocol):
         try:
             return dispatch.execute(self._context, args)
         except Exception as error:  # noqa: BLE001 - a bug must not end the server
-            return _failed(args, error)
+            return failed(args, error)
 
     async def _finish(self, pending: Awaitable[Reply], args: list[Arg]) -> None:
         """Wait for a command, send its reply, go on with the queue."""
+        assert self._context is not None
         try:
             try:
                 reply: Reply = await pending
             except Exception as error:  # noqa: BLE001 - outermost loop of a command
-                reply = _failed(args, error)
+                reply = failed(args, error)
             dispatch.release(args)
-            data = self._encoded(reply)
+            data = encoded(self._context, reply)
             if isinstance(data, Stream):
                 await self._send_stream(data)
             elif not self._closed:
@@ -318,22 +318,6 @@ class Connection(asyncio.BufferedProtocol):
             self._pause_or_resume()
         elif self._direct is not None:
             self._direct.release()
-
-    def _encoded(self, reply: Reply) -> bytes | Stream:
-        """The bytes of a reply; of a long one, a stream of the values themselves."""
-        assert self.client is not None
-        if isinstance(reply, Stream):
-            return reply
-        if not isinstance(reply, (list, tuple)):
-            return resp.encode(reply, self.client.proto)
-        windows = resp.windows(reply, self.client.proto, LONG_REPLY_BYTES)
-        first, second = next(windows), next(windows, None)
-        if second is None:
-            return first
-        # a limit of unread bytes is a limit of what the transport holds
-        if self.server.config.output_limit:
-            return b"".join((first, second, *windows))
-        return made_on_the_way(chain((first, second), windows))
 
     def _answer(self, data: bytes) -> None:
         """Take a reply, to be written with those that follow it."""
@@ -414,24 +398,3 @@ class Connection(asyncio.BufferedProtocol):
 
 async def _itself(reply: Stream) -> Reply:
     return reply
-
-
-def _refused_by_system(args: list[Arg], error: OSError) -> CommandError:
-    """What a client is told when there is no descriptor left, or a file cannot be read."""
-    name = args[0].decode("latin-1") if isinstance(args[0], bytes) else "?"
-    log.error("%s: %s", name, error)
-    return CommandError(f"{name.upper()}: {error.strerror or error}")
-
-
-def _failed(args: list[Arg], error: Exception) -> CommandError:
-    """What a client is told of a command that failed; called where the error was caught."""
-    if isinstance(error, CommandError):
-        # its frames hold open files, and the caller's would hold them in a cycle
-        return error.with_traceback(None)
-    return _refused_by_system(args, error) if isinstance(error, OSError) else _bug(args)
-
-
-def _bug(args: list[Arg]) -> CommandError:
-    name = args[0].decode("latin-1") if isinstance(args[0], bytes) else "?"
-    log.exception("internal error in %s", name)
-    return CommandError("internal error, see the server's log")
