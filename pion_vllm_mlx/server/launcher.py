@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from pion_vllm_mlx import __version__
-from pion_vllm_mlx.config import DIRECTORY_NAME
 from pion_vllm_mlx.errors import PionError
+from pion_vllm_mlx.server.directory_file import DirectoryFile
 from pion_vllm_mlx.server.folder import DataFolder
 from pion_vllm_mlx.server.listening import bind_affinity, bind_doors, bind_own, own_socket
 from pion_vllm_mlx.server.session import ServerConfig
@@ -96,8 +96,7 @@ class Launcher:
         """Bind every port. Raises OSError, ConfigError."""
         self.config = config
         self.folder = folder
-        self.directory = config.folder / DIRECTORY_NAME
-        self.directory.unlink(missing_ok=True)
+        self.directory = DirectoryFile(config.folder)
         self.doors = bind_doors(config)
         self.affinity: list[socket.socket] = []
         self.own: list[socket.socket | None] = []
@@ -115,6 +114,7 @@ class Launcher:
             self.locks = folder.copies_of_locks()
         except (OSError, PionError):
             self._close_sockets()
+            self.directory.close()
             raise
 
     def run(self) -> None:
@@ -178,12 +178,12 @@ class Launcher:
         named = {name: sock.fileno() for name, sock in vars(doors).items() if sock is not None}
         reading, writing = os.pipe()
         port = self.doors.lane.getsockname()[1] if self.doors.lane else 0
-        orders = Orders(config, named, port, writing, self.directory)
+        orders = Orders(config, named, port, writing, self.directory.path)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", MODULE],
                 stdin=subprocess.PIPE,
-                pass_fds=(*named.values(), writing, *self.locks),
+                pass_fds=(*named.values(), writing, *self.locks, *self.directory.descriptors),
                 start_new_session=True,  # Ctrl-C is for the launcher
             )
         finally:
@@ -249,7 +249,7 @@ class Launcher:
         self._close_sockets()
         for lock in self.locks:
             os.close(lock)
-        self.directory.unlink(missing_ok=True)
+        self.directory.close()
         if self.config.unixsocket is not None:
             self.config.unixsocket.unlink(missing_ok=True)
             for worker in range(self.config.workers):

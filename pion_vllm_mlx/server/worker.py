@@ -8,6 +8,7 @@ does the same: at once, as a crash would, so that the folder is free for the nex
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import socket
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pion_vllm_mlx.errors import ConfigError, DamagedData, PionError
+from pion_vllm_mlx.errors import CommandError, ConfigError, DamagedData, PionError
 from pion_vllm_mlx.server import log_format, metrics
 from pion_vllm_mlx.server.directory import SharedDirectory
 from pion_vllm_mlx.server.listening import Doors, Listener, listen
@@ -26,6 +27,8 @@ from pion_vllm_mlx.server.main import DAMAGE_ADVICE, in_words, run_loop, serve
 from pion_vllm_mlx.server.session import Server, ServerConfig
 from pion_vllm_mlx.server.store.eviction import drop_session
 from pion_vllm_mlx.server.store.records import Record
+
+log = logging.getLogger("pion_vllm_mlx.server")
 
 MODULE = "pion_vllm_mlx.server.worker"
 _SIZE = struct.Struct("<I")
@@ -97,7 +100,11 @@ class _Worker:
             )
             return list(dict.fromkeys(record for records in effects for record in records))
 
-        await store.commit(build)
+        try:
+            await store.commit(build)
+        except CommandError as error:
+            # all that names them is sent to the other one, which the directory knows
+            log.warning("what another worker holds, too, is not dropped here now: %s", error)
 
     async def _wait_for_others(self) -> None:
         go = asyncio.Event()

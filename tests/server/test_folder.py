@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -12,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from pion_vllm_mlx import cli
-from pion_vllm_mlx.config import EXIT_FOLDER_BUSY, LOCK_NAME, STATUS_NAME
+from pion_vllm_mlx.config import DIRECTORY_NAME, EXIT_FOLDER_BUSY, LOCK_NAME, STATUS_NAME
 from pion_vllm_mlx.errors import DataFolderBusy
 from pion_vllm_mlx.server.folder import DataFolder
 from pion_vllm_mlx.server.main import main
 from pion_vllm_mlx.server.store.files import FileHandle, NotRegular
 from tests.conftest import RunningServer, free_port_block
 from tests.hostile.watching import eventually
-from tests.server.wire import Wire
+from tests.server.wire import Refusal, Wire
 from tests.small_disk import fill, small_disk
 
 START = [sys.executable, "-m", "pion_vllm_mlx", "server", "--kvcache"]
@@ -215,7 +217,122 @@ def test_a_server_killed_on_a_full_disk_starts_again(tmp_path: Path) -> None:
             server.stop()
 
 
-def test_workers_that_are_fewer_say_so_and_count_the_files_of_the_others(tmp_path: Path) -> None:
+def refused(wire: Wire, *words: bytes | str | int) -> None:
+    answer, pong = wire.together(words, ("PING",))
+    assert isinstance(answer, Refusal) and "No space left" in answer, (words[0], answer)
+    assert pong == "PONG"
+
+
+def refuse_writes(server: RunningServer, worker: int) -> None:
+    with Wire.tcp(server.port + 2 + worker) as wire:
+        refused(wire, "SET", "b", bytes(1 << 20))
+        refused(wire, "SSM.PREFIX.STORE", f"n{worker}", 1, bytes(1 << 20))
+        refused(wire, "V.STOREBATCH", f"n{worker}_pk", 1, 0, 8192, bytes(1 << 20), "FMT", "F16")
+
+
+def serve_what_is_there(server: RunningServer, rows: list[bytes]) -> None:
+    for worker in range(len(rows)):
+        with Wire.tcp(server.port + 2 + worker) as wire:
+            assert wire.ask("GET", "a") == b"%d" % worker
+            for owner in range(len(rows)):
+                assert wire.ask("KV.PREFIX.LOOKUP", f"n{owner}") == "HIT"
+                assert wire.ask("KV.PREFIX.OWNER", f"n{owner}") == str(owner)
+            fetch = ("V.FETCH", f"n{worker}_pk", 0, "RANGE", 0, 100, "FMT", "NATIVE")
+            assert wire.ask(*fetch) == rows[worker]
+
+
+def test_workers_killed_on_a_full_disk_start_again_and_serve(tmp_path: Path) -> None:
+    rows = [os.urandom(100 * 128) for _ in range(3)]
+    with small_disk(tmp_path / "small", 24 << 20) as disk:
+        server = RunningServer(free_port_block(8), disk, ("-w", "3", "--independent-workers"))
+        server.log = tmp_path / "server.log"
+        try:
+            server.start()
+            for worker, blob in enumerate(rows):
+                with Wire.tcp(server.port + 2 + worker) as wire:
+                    wire.ok("SET", "a", str(worker))
+                    wire.ok("KV.PREFIX.REGISTER", f"n{worker}", 64, "fp16")
+                    wire.ok("V.STOREBATCH", f"n{worker}_pk", 0, 0, 100, blob, "FMT", "F16")
+            fill(disk / "filler")
+            for worker in range(3):
+                refuse_writes(server, worker)
+            kill_all(server)
+            for name in (STATUS_NAME, DIRECTORY_NAME):
+                (disk / name).unlink(missing_ok=True)
+            fill(disk / "filler 2")
+            server.start()
+            serve_what_is_there(server, rows)
+            for worker in range(3):
+                refuse_writes(server, worker)
+            with Wire.tcp(server.port + 3) as wire:
+                os.kill(int(wire.info("INFO", "server")["worker_process_id"]), signal.SIGKILL)
+            serve_what_is_there(server, rows)  # who asks waits until the worker is back
+            assert server.output().count("started again") == 1
+            assert "FATAL" not in server.output()
+            for filler in disk.glob("filler*"):
+                filler.unlink()
+            with Wire.tcp(server.port + 2) as wire, Wire.tcp(server.port + 3) as other:
+                wire.ok("KV.PREFIX.REGISTER", "new", 64, "fp16")
+                assert other.ask("KV.PREFIX.OWNER", "new") == "0"
+                assert other.ask("KV.PREFIX.DROP", "n1") == 1
+                assert wire.ask("KV.PREFIX.LOOKUP", "n1") == "MISS"
+        finally:
+            server.stop()
+
+
+def until_its_log_is_full(wire: Wire, name: str) -> None:
+    """No record as short as this one fits any more."""
+    for words in itertools.cycle((("KV.PREFIX.PIN", name), ("KV.PREFIX.UNPIN", name))):
+        answer = wire.ask(*words)
+        if isinstance(answer, Refusal):
+            assert "No space left" in answer
+            return
+
+
+def test_of_a_prefix_on_two_workers_one_is_refused_where_the_disk_takes_no_drop(
+    tmp_path: Path,
+) -> None:
+    three = ("-w", "3", "--independent-workers")
+    with small_disk(tmp_path / "small", 24 << 20) as disk:
+        server = RunningServer(free_port_block(8), disk)
+        server.log = tmp_path / "server.log"
+        try:
+            for flags, port in ((three, server.port + 3), ((), server.port + 2)):
+                server.start(*flags)
+                with Wire.tcp(port) as wire:
+                    wire.ok("KV.PREFIX.REGISTER", "twice", 64, "fp16")
+                    fill(disk / "filler")
+                    until_its_log_is_full(wire, "twice")
+                server.kill()
+                (disk / "filler").unlink()
+            fill(disk / "filler")
+            server.start(*three)
+            assert "not dropped here now: the log could not be written" in server.output()
+            with Wire.tcp(server.port + 4) as wire:
+                owner = int(wire.ask("KV.PREFIX.OWNER", "twice"))
+            for worker in range(2):
+                with Wire.tcp(server.port + 2 + worker) as wire:
+                    answer = wire.ask("V.INFO", "twice_pk")
+                assert isinstance(answer, bytes if worker == owner else Refusal), answer
+        finally:
+            server.stop()
+
+
+def kill_all(server: RunningServer) -> None:
+    """SIGKILL for the launcher and every worker."""
+    pids = []
+    for worker in range(3):
+        with Wire.tcp(server.port + 2 + worker) as wire:
+            pids.append(int(wire.info("INFO", "server")["worker_process_id"]))
+    server.kill()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it follows its launcher
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_workers_that_are_fewer_say_so_and_count_the_files_of_the_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     server = RunningServer(free_port_block(8), tmp_path / "data")
     try:
         server.start("-w", "3", "--independent-workers")
@@ -233,9 +350,16 @@ def test_workers_that_are_fewer_say_so_and_count_the_files_of_the_others(tmp_pat
             used = int(wire.info("INFO", "persistence")["disk_used_bytes"])
         on_disk = sum(p.lstat().st_blocks * 512 for p in server.dir.rglob("*"))
         assert abs(used - on_disk) < 100_000
+        explain = ("explain", "n2", "--url", f"tcp://127.0.0.1:{server.port}")
+        assert cli.main(explain) == 1
+        told = capsys.readouterr().out
+        assert "worker 1, 2, not running now, may hold it" in told
+        assert "-w 3 --independent-workers" in told
         said = server.output().count("not running now")
         server.stop()
         server.start("-w", "3", "--independent-workers")
         assert server.output().count("not running now") == said
+        assert cli.main(explain) == 1
+        assert "not running" not in capsys.readouterr().out
     finally:
         server.stop()

@@ -19,6 +19,7 @@ from pion_vllm_mlx.server.directory import sides_of
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.blocks import BlockTable
 from pion_vllm_mlx.server.store.eviction import drop_namespace
+from pion_vllm_mlx.server.store.folder_use import left_behind
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, MAX_LAYER, VALUE_SUFFIX, Session
 from pion_vllm_mlx.server.store.records import Create, Record
 from pion_vllm_mlx.server.store.shapes import check_width
@@ -283,6 +284,18 @@ def _side(session: Session | None) -> dict[str, object]:
     }
 
 
+def _never_here(context: Context) -> str:
+    """Why nobody has a namespace; the admin is told where an earlier start may have had it."""
+    config = context.server.config
+    left = [] if context.client.tenant else left_behind(config.folder, config.workers)
+    if not left:
+        return "never registered here"
+    return (
+        f"never registered here; worker {', '.join(map(str, left))}, not running now, may hold it: "
+        f"what those have is served by -w {left[-1] + 1} --independent-workers"
+    )
+
+
 @command(
     "KV.PREFIX.EXPLAIN",
     2,
@@ -313,7 +326,7 @@ def kv_prefix_explain(context: Context, args: list[Arg]) -> Reply:
     elif keys is not None or values is not None:
         verdict, why = "miss", "one side is missing"
     else:
-        verdict, why = "miss", "never registered here"
+        verdict, why = "miss", _never_here(context)
     answer = {
         "namespace": context.shown(namespace).decode("utf-8", "backslashreplace"),
         "verdict": verdict,
