@@ -133,7 +133,7 @@ def test_a_lock_opened_before_the_folder_was_cleared_is_opened_again(
     first: list[int] = []
 
     def cleared_in_between(descriptor: int, how: int) -> None:
-        if not first:
+        if not first and os.path.samestat(os.fstat(descriptor), lock.stat()):
             first.append(descriptor)
             lock.unlink()
         taken(descriptor, how)
@@ -165,6 +165,22 @@ def test_data_clear_refuses_while_a_server_owns_the_folder(
     assert (tmp_path / "pion.segments.0" / "a.safetensors").exists()
     assert cli.main(["data", "clear", "--dir", str(tmp_path)]) == 0
     assert not (tmp_path / "pion.segments.0").exists()
+
+
+def test_data_clear_leaves_a_running_server_s_folder_alone_without_its_lock_file_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store_files(tmp_path)
+    owner = DataFolder(tmp_path)
+    try:
+        (tmp_path / "pion.lock").unlink()
+        before = sorted(tmp_path.rglob("*"))
+        assert cli.main(["data", "clear", "--dir", str(tmp_path)]) == 1
+        assert "in use by a server" in capsys.readouterr().err
+        assert sorted(tmp_path.rglob("*")) == before
+    finally:
+        owner.close()
+    assert cli.main(["data", "clear", "--dir", str(tmp_path)]) == 0
 
 
 def test_a_folder_that_cannot_be_cleared_is_one_line_not_a_traceback(

@@ -1,7 +1,7 @@
 """A data folder as its clients see it: who owns it, how large it is, clearing it.
 
-The owning server holds an exclusive ``flock`` on ``pion.lock`` for as long as it lives and,
-once it is ready, writes ``pion.status``, a JSON object::
+The owning server holds an exclusive ``flock`` on the folder itself and on ``pion.lock`` for as long
+as it lives and, once it is ready, writes ``pion.status``, a JSON object::
 
     pid         process id of the server
     port        its RESP port on 127.0.0.1
@@ -10,11 +10,13 @@ once it is ready, writes ``pion.status``, a JSON object::
     started     seconds since 1970
 
 A status file may be left behind by a server that was killed: it is a hint where to knock, and
-the lock alone says whether the folder is owned.
+the locks alone say whether the folder is owned. Either is enough: who deletes the file still finds
+the folder taken, earlier versions know only the file, and some network file systems lock no folder.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -75,8 +77,21 @@ def exclusive(folder: Path) -> Iterator[None]:
 
     Raises ``DataFolderBusy`` naming the process that owns it.
     """
+    whole = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # of file systems that lock only what is written to
+            _lock(folder, whole)
+        with _lock_file(folder):
+            yield
+    finally:
+        os.close(whole)
+
+
+@contextmanager
+def _lock_file(folder: Path) -> Iterator[None]:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:
-        descriptor = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(folder / LOCK_NAME, flags, 0o600)
         try:
             _lock(folder, descriptor)
             # else it was opened before somebody cleared the folder
