@@ -33,7 +33,7 @@ from pion_vllm_mlx.kernels.problem import (
 )
 from pion_vllm_mlx.kernels.reference import top_blocks
 from pion_vllm_mlx.kernels.threads import in_threads
-from pion_vllm_mlx.kernels.weighing import Running, weigh, weigh_codes
+from pion_vllm_mlx.kernels.weighing import Running, weigh, weigh_codes, weigh_pieces
 from pion_vllm_mlx.kernels.widening import Floats, widened
 
 # Bytes of float32 keys in a chunk: widened ones have to stay in a core's cache, views need not.
@@ -46,6 +46,9 @@ _STRIPS = 16
 _CODES_ROWS = 4
 # Below this a thread costs more than it saves: about a tenth of a millisecond.
 _INLINE_COST = 512 * 1024
+# Of products with a vector, which BLAS spreads over its own threads where that pays.
+_INLINE_VECTOR_COST = 4 * 1024 * 1024
+_MOST_PIECES = 16
 
 Item = TypeVar("Item")
 
@@ -215,6 +218,10 @@ class CpuKernels(Kernels):
             Rows(prefix.keys, prefix.table, used),
             Rows(prefix.values, prefix.table, used, "values"),
         )
+        pieces = _inline_pieces(rows, ranges, job.suffix, shape)
+        if pieces:
+            with np.errstate(all="ignore"):
+                return grouped.returned(weigh_pieces(grouped.rows, pieces))
         chunks = chunks_of(rows, ranges, shape)
         if job.suffix is not None:
             chunks += suffix_chunks(job.suffix, grouped.groups, shape, grouped.num_queries)
@@ -287,6 +294,20 @@ class CpuKernels(Kernels):
     def top_blocks(self, scores: Array, top: int) -> Array:
         """As specified: a stable sort of a few thousand scores."""
         return top_blocks(scores, top)
+
+
+def _inline_pieces(
+    rows: tuple[Rows, Rows], ranges: Sequence[Range], suffix: Suffix | None, shape: tuple[int, ...]
+) -> list[tuple[Floats, Floats]]:
+    """K and V of one query row a KV head over few tokens that lie as they are used; else none."""
+    plain = suffix is None or suffix.keys.dtype == suffix.values.dtype == np.float32
+    num_tokens = sum(end - first for first, end in ranges)
+    if shape[1] > 1 or not (plain and rows[0].is_plain and rows[1].is_plain):
+        return []
+    if len(ranges) > _MOST_PIECES or cost_of(num_tokens, shape) > _INLINE_VECTOR_COST:
+        return []
+    pieces = [(rows[0].read([one]), rows[1].read([one])) for one in ranges]
+    return pieces if suffix is None else [*pieces, (suffix.keys, suffix.values)]
 
 
 def _summed(statistics: Floats, q: Floats) -> Floats:

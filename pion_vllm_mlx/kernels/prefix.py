@@ -26,7 +26,7 @@ MAX_KV_HEADS = 256
 _KEPT_STATISTICS = 4
 
 # Of numpy and of mlx; uint16 is numpy's bf16.
-_HOST_VALUES = {np.dtype(name) for name in ("float32", "float16", "uint16")}
+_HOST_VALUES = {np.dtype(name).num for name in ("float32", "float16", "uint16")}
 _MLX_VALUES = {"mlx.core.float32", "mlx.core.float16", "mlx.core.bfloat16"}
 _GROUPS = (32, 64, 128)
 
@@ -159,8 +159,8 @@ class Suffix:
 def is_value_array(array: Any) -> bool:
     """Whether it is an array of f32, f16 or bf16."""
     if isinstance(array, np.ndarray):
-        # numpy takes ten microseconds to spell a type
-        return array.dtype in _HOST_VALUES
+        # numpy takes ten microseconds to spell a type, and some to compare one
+        return array.dtype.num in _HOST_VALUES
     return str(array.dtype) in _MLX_VALUES
 
 

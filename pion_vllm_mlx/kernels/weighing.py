@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,12 +92,25 @@ def weigh(q: Floats, keys: Floats, values: Floats, hidden: NDArray[np.bool_] | N
 
 def _weigh_one(q: Floats, keys: Floats, values: Floats) -> Running:
     """One row of queries: products with a vector, which no tile makes faster."""
-    scores = SCRATCH.floats("scores", (q.shape[0], keys.shape[1], 1))
-    scores = np.matmul(keys, q.swapaxes(-1, -2), out=scores).swapaxes(-1, -2)
+    return weigh_pieces(q, [(keys, values)])
+
+
+def weigh_pieces(q: Floats, pieces: Sequence[tuple[Floats, Floats]]) -> Running:
+    """``q [U, 1, D]`` (scaled) over K and V ``[U, n, D]`` of all pieces under one softmax."""
+    ends = list(itertools.accumulate(keys.shape[1] for keys, _ in pieces))
+    scores = SCRATCH.floats("scores", (q.shape[0], ends[-1]))
+    columns = [slice(end - keys.shape[1], end) for end, (keys, _) in zip(ends, pieces, strict=True)]
+    vectors = q.swapaxes(-1, -2)
+    for column, (keys, _) in zip(columns, pieces, strict=True):
+        np.matmul(keys, vectors, out=scores[:, column, None])
     highest = scores.max(axis=-1, keepdims=True)
     scores -= highest
     np.exp(scores, out=scores)
-    return Running(highest, scores.sum(axis=-1, keepdims=True), np.matmul(scores, values))
+    total = scores.sum(axis=-1, keepdims=True)
+    out = np.matmul(scores[:, None, columns[0]], pieces[0][1])
+    for column, (_, values) in zip(columns[1:], pieces[1:], strict=True):
+        out += np.matmul(scores[:, None, column], values)
+    return Running(highest[:, None], total[:, None], out)
 
 
 def weigh_codes(q: Floats, keys: Codes, values: Codes) -> Running:
