@@ -11,6 +11,7 @@ Raises CommandError (ColdMiss for a slot that is known and not resident, see als
 
 from __future__ import annotations
 
+import operator
 import struct
 import threading
 import time
@@ -25,7 +26,7 @@ from numpy.typing import NDArray
 from pion_vllm_mlx.cache.attend_lane import BinaryLane
 from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.store_client import StoreClient
-from pion_vllm_mlx.errors import ColdMiss, CommandError, StoreUnavailable
+from pion_vllm_mlx.errors import ColdMiss, CommandError, OutOfMemory, StoreUnavailable
 from pion_vllm_mlx.wire.resp import Part
 
 Floats = NDArray[np.float32]
@@ -34,7 +35,7 @@ T = TypeVar("T")
 WORK_SECONDS = 60.0
 """How long one attention, or the warming of a namespace, may keep the server busy."""
 
-BINARY, RESP = "binary", "resp"
+IN_PROCESS, BINARY, RESP = "in-process", "binary", "resp"
 
 _FUSED = 0x24
 _MAX_U16, _MAX_U32 = (1 << 16) - 1, (1 << 32) - 1
@@ -53,7 +54,7 @@ class Slot:
     layer: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.layer <= _MAX_U16:
+        if not 0 <= whole_number(self.layer, "layer_id") <= _MAX_U16:
             raise ValueError(f"a layer is 0 to {_MAX_U16}, not {self.layer}")
         if len(self.encoded) > _MAX_U16:
             raise ValueError(f"a session id has at most {_MAX_U16} bytes, not {len(self.encoded)}")
@@ -83,6 +84,8 @@ class Query:
     def __post_init__(self) -> None:
         _check_window(self.window)
         heads, kv_heads, dim = self.q.shape[0], self.keys.shape[0], self.q.shape[2]
+        if not self.q.shape[1]:
+            raise ValueError(f"Q of shape {self.q.shape} holds no query: M must be 1 or more")
         if self.keys.shape != self.values.shape:
             raise ValueError(f"K of shape {self.keys.shape} and V of shape {self.values.shape}")
         if dim != self.keys.shape[2]:
@@ -92,6 +95,8 @@ class Query:
         named = len(self.head_map) or kv_heads
         if named != heads:
             raise ValueError(f"head_map names the stored heads of {named} query heads, not {heads}")
+        if self.head_map and max(self.head_map) >= kv_heads:
+            raise ValueError(f"head_map names head {max(self.head_map)} of {kv_heads}")
 
     @property
     def whole_head_map(self) -> bytes:
@@ -111,6 +116,11 @@ class Sparse:
     top: int
     selector: int = 0
 
+    def __post_init__(self) -> None:
+        for name, number in (("B", self.block), ("K_top", self.top)):
+            if number < 1:
+                raise ValueError(f"{name} must be 1 or more, not {number}")
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -120,6 +130,16 @@ class Whole:
 
     tokens: int
     record: str
+
+
+class PushedOut(ColdMiss):
+    """A slot was cold again as soon as it was warm: more is attended than the server holds."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__(
+            f"layer {slot.layer} of {slot.sid} was pushed out again before it was asked: the "
+            "server attends to more at once than its slots, or its --attend-budget, hold"
+        )
 
 
 def is_missing(error: CommandError) -> bool:
@@ -138,7 +158,7 @@ class AttendClient:
     """Queries to the slots of one server. Thread-safe.
 
     ``cold_misses`` counts answers that a slot was cold, ``queries`` those answered by lane,
-    ``query_ms_total`` the time of all.
+    ``query_ms_total`` the time of all; ``in_process`` attentions that needed no server.
     """
 
     def __init__(self, client: StoreClient, password: str | None, *, no_binary: bool) -> None:
@@ -150,6 +170,17 @@ class AttendClient:
         self.cold_misses = 0
         self.query_ms_total = 0.0
         self.queries: Counter[str] = Counter()
+        self.in_process = 0
+
+    @property
+    def lane(self) -> str:
+        """How a fused query would travel now: ``binary`` or ``resp``. Asks the server once."""
+        return BINARY if self._lane is not None and self._lane.usable() else RESP
+
+    def attended(self) -> dict[str, int]:
+        """How many attentions were computed, by lane."""
+        found = dict(self.queries)
+        return {IN_PROCESS: self.in_process, **found} if self.in_process else found
 
     def close(self) -> None:
         for connection in list(self._patient.values()):
@@ -172,36 +203,62 @@ class AttendClient:
         reply = self._client.ask(slot.namespace, lambda c: c.command(*command))
         return reply.decode() if isinstance(reply, bytes) else str(reply)
 
-    def warm(
-        self, namespace: str, sid: str, heads: int, dim: int, whole: Whole | None = None
-    ) -> int:
-        """How many layers of ``heads`` times ``dim`` values were made resident under ``sid``.
+    def warm(self, slot: Slot, heads: int, dim: int, whole: Whole | None = None) -> int:
+        """Makes one layer resident; 0 where it has no rows of ``heads`` times ``dim`` values.
 
-        With ``whole`` raises CommandError where a layer is not all there, or of another record.
+        With ``whole`` raises CommandError where it is not all there, or of another record.
+        Others of its model need not fit beside it, and may have other shapes.
         """
-        command: list[Part] = ["KV.PREFIX.WARM", namespace, heads, dim, sid]
+        command: list[Part] = ["LAYER", slot.layer]
         if whole is not None:
             command += ["TOKENS", whole.tokens, "RECORD", whole.record]
-        reply = self._work(namespace, command, 0)
+        return self._warmed(slot.namespace, slot.sid, (heads, dim), command)
+
+    def warm_all(self, namespace: str, sid: str, heads: int, dim: int) -> int:
+        """How many layers of ``heads`` times ``dim`` values were made resident under ``sid``.
+
+        Raises OutOfMemory where the server cannot hold all of them.
+        """
+        return self._warmed(namespace, sid, (heads, dim), [])
+
+    def _warmed(
+        self, namespace: str, sid: str, shape: tuple[int, int], options: list[Part]
+    ) -> int:
+        reply = self._work(namespace, ["KV.PREFIX.WARM", namespace, *shape, sid, *options], 0)
         words = (reply.decode() if isinstance(reply, bytes) else str(reply)).split()
         return int(words[0]) if words and words[0].isdigit() else 0
 
     def rehydrated(self, slot: Slot, heads: int, dim: int, call: Callable[[], T]) -> T:
-        """What ``call`` returns; for a cold slot once more, after its namespace was warmed.
+        """What ``call`` returns; for a cold slot once more, after its layer was warmed.
 
-        Raises what ``call`` raises, the first ColdMiss where nothing could be warmed.
+        Raises what ``call`` raises: the first ColdMiss where nothing could be warmed,
+        OutOfMemory where the layer does not fit the server, PushedOut for a second ColdMiss.
         """
         try:
             return call()
         except ColdMiss as cold:
             self.cold_misses += 1
-            try:
-                warmed = self.warm(slot.namespace, slot.sid, heads, dim)
-            except CommandError:
-                warmed = 0
-            if warmed <= 0:
-                raise cold from None
-        return call()
+            self.warm_again(slot, heads, dim, cold)
+        return self.last_try(slot, call)
+
+    def warm_again(self, slot: Slot, heads: int, dim: int, because: CommandError) -> None:
+        """Warms a slot from whatever rows its namespace has. Raises ``because``, OutOfMemory."""
+        try:
+            warmed = self.warm(slot, heads, dim)
+        except OutOfMemory:
+            raise
+        except CommandError as error:
+            raise because from error
+        if warmed <= 0:
+            raise because
+
+    def last_try(self, slot: Slot, call: Callable[[], T]) -> T:
+        """What ``call`` returns. Raises PushedOut where the slot is cold again already."""
+        try:
+            return call()
+        except ColdMiss as error:
+            self.cold_misses += 1
+            raise PushedOut(slot) from error
 
     # -- queries ------------------------------------------------------------------
 
@@ -302,7 +359,7 @@ class AttendClient:
         with self._lock:
             connection = self._patient.get(address)
             if connection is None:
-                connection = RespConnection(address, password=self._password)
+                connection = self._client.endpoint.connect(address, patient=True)
                 self._patient[address] = connection
             return connection
 
@@ -315,12 +372,22 @@ def _query_command(slot: Slot, q: Floats, top_k: int, window: int | None) -> lis
 
 def _window(window: int | None) -> list[Part]:
     _check_window(window)
-    return [] if window is None else [window]
+    return [] if window is None else [int(window)]
 
 
 def _check_window(window: int | None) -> None:
-    if window is not None and not -1 <= window <= _MAX_U32:
+    if window is not None and not -1 <= whole_number(window, "fa_window") <= _MAX_U32:
         raise ValueError(f"a window is 0 to {_MAX_U32}, or -1 for the server's own, not {window}")
+
+
+def whole_number(value: Any, name: str) -> int:
+    """A Python int, or one of numpy's. Raises TypeError naming it for a float, a bool, a text."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} is a whole number, not {value}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is a whole number, not {value!r}") from None
 
 
 def _fused_body(slot: Slot, query: Query) -> bytes:

@@ -8,7 +8,14 @@ import threading
 from pion_vllm_mlx.cache.connection import Address, RespConnection, info_fields
 from pion_vllm_mlx.cache.frame_connection import PING, FrameConnection
 from pion_vllm_mlx.cache.store_client import StoreClient
-from pion_vllm_mlx.errors import ColdMiss, CommandError, PionError, ServerRefused, StoreUnavailable
+from pion_vllm_mlx.errors import (
+    ColdMiss,
+    CommandError,
+    PionError,
+    ServerRefused,
+    StoreUnavailable,
+    from_wire,
+)
 from pion_vllm_mlx.wire.frames import Status
 
 log = logging.getLogger("pion_vllm_mlx")
@@ -56,11 +63,13 @@ class BinaryLane:
                 return None
         if status == Status.OK:
             return reply
-        if status == Status.COLDMISS:
-            raise ColdMiss("the slot is not resident")
         if status == Status.MISS:
             raise CommandError("session not found")
-        raise CommandError(reply.decode("utf-8", "replace"))
+        # the line that RESP has behind its dash
+        refusal = from_wire(reply.decode("utf-8", "replace"))
+        if status == Status.COLDMISS and not isinstance(refusal, ColdMiss):
+            raise ColdMiss("the slot is not resident")
+        raise refusal
 
     def close(self) -> None:
         with self._lock:

@@ -1,11 +1,12 @@
 """The ``attend_*`` methods of PionPromptCache: attention over slots named ``<namespace>_attn``.
 
 Letters: H_q query heads, H_kv stored heads, N prefix tokens, M query tokens, S suffix tokens, D
-head dimension. Arrays are numpy's, or anything that numpy makes float32 arrays of. A slot
-that turns out cold is warmed from the stored rows of its namespace, once, and asked again.
+head dimension. Arrays are numpy's or MLX's, of floats; answers are numpy's, float32. A slot that
+turns out cold is warmed from the stored rows of its layer, once, and asked again.
 
-Every method raises ValueError for arrays and numbers that do not fit together, ServerRefused,
-a RuntimeError, for what the server refuses, and StoreUnavailable where it does not answer.
+Every method raises TypeError naming what is no array of floats or no whole number, ValueError
+for arrays and numbers that do not fit together, ServerRefused, a RuntimeError, for what the
+server refuses, and StoreUnavailable where it does not answer.
 What is unknown stays unknown: these methods take a namespace at its word and compare neither
 model nor tokens.
 """
@@ -13,14 +14,22 @@ model nor tokens.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pion_vllm_mlx.cache.attend_client import AttendClient, Query, Slot, Sparse, selector_number
+from pion_vllm_mlx.cache.attend_client import (
+    AttendClient,
+    Query,
+    Slot,
+    Sparse,
+    selector_number,
+    whole_number,
+)
 from pion_vllm_mlx.errors import CommandError, PionError, ServerRefused
 
 log = logging.getLogger("pion_vllm_mlx")
@@ -31,6 +40,7 @@ T = TypeVar("T")
 
 _UNKNOWN_LENGTH = 1024
 _LAYER_ZERO = 0
+_MAX_HEAD = 255
 
 
 def attention_session(namespace: str) -> str:
@@ -67,7 +77,9 @@ class AttendMethods:
         self, namespace: str, layer_id: int, K: ArrayLike, V: ArrayLike
     ) -> None:
         """Makes K and V ``(H_kv, N, D)`` of a layer resident."""
-        keys, values = _floats(K, 3, "K"), _floats(V, 3, "V")
+        keys, values = _pair(K, V, "K", "V")
+        if keys.shape != values.shape or not keys.size:
+            raise ValueError(f"K of shape {keys.shape} and V of shape {values.shape}")
         with _refusals():
             self._attend.store(_slot(namespace, layer_id), keys, values)
         self._attend_tokens[namespace] = keys.shape[1]
@@ -86,10 +98,12 @@ class AttendMethods:
         Every query is dense, ``top_k`` only travels along. ``with_lse`` is for M queries:
         the log-sum-exp ``(H_kv, M)`` comes second.
         """
-        q = _floats(Q, np.asarray(Q).ndim, "Q")
-        if q.ndim not in (2, 3) or (with_lse and q.ndim != 3):
-            raise ValueError("Q is (H, D) or (H, M, D), and (H, M, D) with its log-sum-exp")
-        top = top_k if top_k > 0 else self._attend_tokens.get(namespace, _UNKNOWN_LENGTH)
+        q = _floats(Q, "Q", 3) if with_lse else _floats(Q, "Q", 2, 3)
+        if not q.size:
+            raise ValueError(f"Q of shape {q.shape} holds no query: M must be 1 or more")
+        top = whole_number(top_k, "top_k")
+        if top <= 0:
+            top = self._attend_tokens.get(namespace, _UNKNOWN_LENGTH)
         slot, window = _slot(namespace, layer_id), fa_window
 
         def ask() -> Floats | tuple[Floats, Floats]:
@@ -110,8 +124,8 @@ class AttendMethods:
         fa_window: int | None = None,
     ) -> Floats:
         """``Q`` ``(H_q, M, D)`` over prefix and suffix ``(H_kv, S, D)``, causal within it."""
-        q, keys = _floats(Q, 3, "Q"), _floats(K_suf, 3, "K_suf")
-        query = Query(q, keys, _floats(V_suf, 3, "V_suf"), _map(head_map), fa_window)
+        q, (keys, values) = _floats(Q, "Q", 3), _pair(K_suf, V_suf, "K_suf", "V_suf")
+        query = Query(q, keys, values, _map(head_map), fa_window)
         slot = _slot(namespace, layer_id)
         return self._asked(
             slot, (keys.shape[0], q.shape[2]), lambda: self._attend.fused(slot, query)
@@ -130,9 +144,10 @@ class AttendMethods:
         selector: str = "block_mean",
     ) -> Floats:
         """``Q`` ``(H_q, D)`` over the best ``K_top`` blocks of ``B`` tokens, and the tail."""
-        nothing = np.empty((_kv_heads(Q, H_kv, head_map), 0, np.asarray(Q).shape[-1]), np.float32)
+        q = _floats(Q, "Q", 2)
+        nothing = np.empty((_kv_heads(q, H_kv, head_map), 0, q.shape[1]), np.float32)
         return self.attend_query_sparse_auto_fused(
-            namespace, layer_id, Q, B, K_top, nothing, nothing, None, head_map, fa_window, selector
+            namespace, layer_id, q, B, K_top, nothing, nothing, None, head_map, fa_window, selector
         )
 
     def attend_query_sparse_auto_fused(  # noqa: PLR0913  (the published signature)
@@ -150,10 +165,11 @@ class AttendMethods:
         selector: str = "block_mean",
     ) -> Floats:
         """The same and the whole suffix ``(H_kv, S, D)``."""
-        q, keys, values = _floats(Q, 2, "Q"), _floats(K_suf, 3, "K_suf"), _floats(V_suf, 3, "V_suf")
-        if H_kv is not None and H_kv != keys.shape[0]:
+        q, (keys, values) = _floats(Q, "Q", 2), _pair(K_suf, V_suf, "K_suf", "V_suf")
+        if H_kv is not None and whole_number(H_kv, "H_kv") != keys.shape[0]:
             raise ValueError(f"H_kv is {H_kv}, and the suffix has {keys.shape[0]} heads")
-        chosen = Sparse(B, K_top, selector_number(selector))
+        top, block = whole_number(K_top, "K_top"), whole_number(B, "B")
+        chosen = Sparse(block, top, selector_number(selector))
         mapped = even_head_map(q.shape[0], keys.shape[0]) if head_map is None else _map(head_map)
         query = Query(q[:, None], keys, values, mapped, fa_window)
         slot = _slot(namespace, layer_id)
@@ -185,7 +201,7 @@ class AttendMethods:
         if state != "COLD":
             return state == "HIT"
         found = shape(namespace)
-        return found is not None and self._attend.warm(namespace, slot.sid, *found) > 0
+        return found is not None and self._attend.warm_all(namespace, slot.sid, *found) > 0
 
 
 @contextmanager
@@ -204,23 +220,60 @@ def even_head_map(heads: int, kv_heads: int) -> bytes:
     return bytes(head * kv_heads // heads for head in range(heads))
 
 
-def _kv_heads(q: ArrayLike, kv_heads: int | None, head_map: HeadMap | None) -> int:
+def _kv_heads(q: Floats, kv_heads: int | None, head_map: HeadMap | None) -> int:
     if kv_heads is not None:
+        if whole_number(kv_heads, "H_kv") < 1:
+            raise ValueError(f"H_kv must be 1 or more, not {kv_heads}")
         return kv_heads
     named = b"" if head_map is None else _map(head_map)
-    return max(named) + 1 if named else int(np.asarray(q).shape[0])
+    return max(named) + 1 if named else q.shape[0]
 
 
 def _slot(namespace: str, layer_id: int) -> Slot:
-    return Slot(namespace, attention_session(namespace), layer_id)
+    return Slot(namespace, attention_session(namespace), whole_number(layer_id, "layer_id"))
 
 
-def _floats(array: ArrayLike, num_axes: int, what: str) -> Floats:
-    found = np.ascontiguousarray(array, "<f4")
-    if found.ndim != num_axes:
-        raise ValueError(f"{what} has {found.ndim} axes, not {num_axes}")
-    return found
+def _pair(keys: Any, values: Any, *names: str) -> tuple[Floats, Floats]:
+    """K and V as float32 arrays of three axes. Raises TypeError where their types differ."""
+    kinds = [_dtype(array) for array in (keys, values)]
+    if None not in kinds and kinds[0] != kinds[1]:
+        raise TypeError(
+            f"{names[0]} is {kinds[0]} and {names[1]} is {kinds[1]}: give both one type"
+        )
+    return _floats(keys, names[0], 3), _floats(values, names[1], 3)
+
+
+def _floats(array: Any, what: str, *num_axes: int) -> Floats:
+    """A contiguous float32 array. Raises TypeError for other types, ValueError for other axes."""
+    mlx = _mlx()
+    if mlx is not None and isinstance(array, mlx.array):
+        if not mlx.issubdtype(array.dtype, mlx.floating):
+            raise TypeError(f"{what} is an array of floats, not of {_dtype(array)}")
+        array = np.array(array.astype(mlx.float32))  # numpy has no bfloat16
+    found = np.asarray(array)
+    if found.dtype.kind != "f":
+        raise TypeError(f"{what} is an array of floats, not of {found.dtype}")
+    if found.ndim not in num_axes:
+        wanted = " or ".join(map(str, num_axes))
+        raise ValueError(f"{what} has {found.ndim} axes, not {wanted}")
+    return np.ascontiguousarray(found, "<f4")
+
+
+def _dtype(array: Any) -> str | None:
+    """The name of an array's type, ``float32``; None for lists and the like."""
+    mlx = _mlx()
+    if not isinstance(array, np.ndarray) and (mlx is None or not isinstance(array, mlx.array)):
+        return None
+    return str(array.dtype).rpartition(".")[2]
+
+
+def _mlx() -> Any:
+    """MLX, where somebody has imported it: without it there are no arrays of its own."""
+    return sys.modules.get("mlx.core")
 
 
 def _map(head_map: HeadMap) -> bytes:
-    return bytes(int(head) for head in head_map)
+    heads = [whole_number(head, "a head of head_map") for head in head_map]
+    if any(not 0 <= head <= _MAX_HEAD for head in heads):
+        raise ValueError(f"head_map names heads of 0 to {_MAX_HEAD}, not {heads}")
+    return bytes(heads)

@@ -27,12 +27,13 @@ class StoredPrefix:
     """A prefix that the server has entirely, of this model; ``sid`` names its content.
 
     ``record`` is the SHA-256 of its completion record: of the same content, stored again,
-    another one.
+    another one. ``shapes``: of each layer its heads, and the dimensions of K and V.
     """
 
     sid: str
     num_tokens: int
     record: str = field(compare=False)
+    shapes: tuple[tuple[int, int, int], ...] = field(default=(), compare=False)
 
 
 class AttendSource:
@@ -43,6 +44,11 @@ class AttendSource:
         self._identity = identity
         self._no_inproc = no_inproc
         self._asked: OrderedDict[str, TokenIds] = OrderedDict()
+
+    @property
+    def digest(self) -> str:
+        """What addresses the key of the model; where it can have none raises UnsupportedCache."""
+        return identity_digest(self._identity.fields())
 
     def note(self, namespace: str, ids: TokenIds) -> None:
         """These tokens were asked for under the namespace: no others will do from now on."""
@@ -81,7 +87,8 @@ class AttendSource:
         ids = np.ascontiguousarray(record.ids, "<u4").tobytes()
         content = hashlib.sha256(identity_digest(identity).encode() + ids).hexdigest()
         sid = f"{attention_session(namespace)}:{content}"
-        return StoredPrefix(sid, num_tokens, hashlib.sha256(blob).hexdigest())
+        shapes = tuple(_shape(leaf) for leaf in record.leaves)
+        return StoredPrefix(sid, num_tokens, hashlib.sha256(blob).hexdigest(), shapes)
 
     def shape(self, namespace: str) -> tuple[int, int] | None:
         """Heads and dimension of the first layer's keys, as they are stored; None if unknown."""
@@ -89,8 +96,12 @@ class AttendSource:
         leaves = [] if blob is None else CompletionRecord.decode(blob).leaves
         if not leaves:
             return None
-        heads = int(leaves[0]["heads"])
-        return heads, int(leaves[0]["k"]) // heads
+        return _shape(leaves[0])[:2]
+
+
+def _shape(leaf: dict[str, Any]) -> tuple[int, int, int]:
+    heads = max(1, int(leaf["heads"]))
+    return heads, int(leaf["k"]) // heads, int(leaf["v"]) // heads
 
 
 def _check_length(namespace: str, held: int, wanted: int) -> None:

@@ -52,11 +52,7 @@ def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
             raise _changed(cache)
         if queries.shape[0] != 1:
             raise NotImplementedError(f"a prefix of batch size 1, and {queries.shape[0]} queries")
-        if owner is not None or not (cache.whole or cache.is_handed(keys, values)):
-            raise PionMlxCompatError(
-                f"layer {(owner or cache).layer_idx}: the model changes K or V between cache and "
-                "attention"
-            )
+        cache.group.pc.attention.in_process += 1
         return original(queries, keys, values, cache.store, scale, mask)
 
     return scaled_dot_product_attention
@@ -117,6 +113,7 @@ def _attended(cache: PionPrefixCache, arrays: Triple, mask: Any) -> mx.array:
     if text and mask != "causal":
         raise NotImplementedError(f"the mask {mask!r} over a prefix elsewhere")
     if cache.rows is not None:  # one query, the prefix in this process
+        cache.group.pc.attention.in_process += 1
         return _local_sparse(cache, cache.rows, arrays, mask)
     if not text and (mask is not None or num_queries > 1):
         return _masked(cache, arrays, mask)

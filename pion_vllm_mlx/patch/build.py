@@ -11,10 +11,12 @@ from pion_vllm_mlx.patch.attention import replacement
 from pion_vllm_mlx.patch.model_check import (
     refuse_at_server,
     refuse_bypassing,
+    refuse_shapes,
     shares_at_right_positions,
 )
 from pion_vllm_mlx.patch.prefix_cache import PionPrefixCache, PrefixGroup
 from pion_vllm_mlx.patch.seam import SEAM
+from pion_vllm_mlx.patch.sparse import checked_mode
 
 
 def install_pion_attention_patch() -> None:
@@ -44,14 +46,16 @@ def make_pion_prompt_cache(
     process, else the one at the server; which of them is chosen here, once. ``prefix_len``
     must be its number of tokens. ``sparse_full_layers`` (True, or any of ``K_block``,
     ``K_blocks``, ``selector``) lets single queries of full-attention layers see the best
-    blocks only.
+    blocks only. ``cache[0].lane`` says what was chosen.
 
-    Raises PionMlxCompatError for a model whose attention does not go through mlx-lm's seam,
+    Raises TypeError and ValueError naming what is wrong in ``sparse_full_layers``, before
+    anything else; PionMlxCompatError for a model whose attention does not go through mlx-lm's seam,
     or not in a way that a server can compute; ValueError where no prefix that fits is
     stored; StoreUnavailable where no server answers.
     """
     if not SEAM.installed():
         raise PionMlxCompatError("call install_pion_attention_patch() first")
+    mode = checked_mode(sparse_full_layers)
     if prompt_cache.model is not None and prompt_cache.model is not model:
         raise ValueError("the prompt cache belongs to another model")
     empty = make_prompt_cache(model)
@@ -62,9 +66,8 @@ def make_pion_prompt_cache(
     group = PrefixGroup(prompt_cache, namespace, prefix_len, shares=shares)
     if group.local is None:
         refuse_at_server(model, empty)
-        _ = group.remote
-    mode = {} if sparse_full_layers is True else sparse_full_layers
-    layers = _Layers(group, prompt_cache, mode if mode is not False else None)
+        refuse_shapes(model, group.remote.shapes)
+    layers = _Layers(group, prompt_cache, mode)
     return [layers.wrapped(entry) for entry in (group.local or empty)]
 
 
@@ -92,4 +95,3 @@ class _Layers:
             group=group,
             native=entry if group.local is not None else None,
         )
-

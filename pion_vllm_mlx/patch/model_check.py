@@ -10,10 +10,11 @@ from __future__ import annotations
 import dis
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pion_vllm_mlx.errors import PionMlxCompatError
+from pion_vllm_mlx.kernels.prefix import HEAD_DIMS, MAX_KV_HEADS
 from pion_vllm_mlx.patch.seam import NAME, SEAM
 
 _APPENDS = "update_and_fetch"
@@ -58,6 +59,26 @@ def refuse_at_server(model: Any, cache: list[Any]) -> None:
             )
         if name == "RotatingKVCache" and entry.keep:
             raise PionMlxCompatError(f"{_name(model)}: a window that keeps its first tokens")
+
+
+def refuse_shapes(model: Any, shapes: Sequence[tuple[int, int, int]]) -> None:
+    """Raises PionMlxCompatError for a layer whose heads a server has no kernels for.
+
+    ``shapes``: of each stored layer H_kv, and the dimensions of K and V.
+    """
+    for layer, (heads, keys, values) in enumerate(shapes):
+        what = f"{_name(model)}: layer {layer} has"
+        if keys != values:
+            raise PionMlxCompatError(
+                f"{what} keys of {keys} and values of {values}, which are attended in this "
+                "process only, and the prefix is not in it"
+            )
+        if keys not in HEAD_DIMS or heads > MAX_KV_HEADS:
+            known = ", ".join(map(str, sorted(HEAD_DIMS)))
+            raise PionMlxCompatError(
+                f"{what} {heads} KV heads of {keys}; a server attends to at most {MAX_KV_HEADS} "
+                f"of {known}, and the prefix is not in this process"
+            )
 
 
 def flattened(cache: list[Any]) -> Iterator[Any]:

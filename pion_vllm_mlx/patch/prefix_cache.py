@@ -14,6 +14,7 @@ attention too, whichever cache the model hands along, and never that of the suff
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import Any
 
@@ -21,14 +22,25 @@ import mlx.core as mx
 from mlx_lm.models.base import create_causal_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from pion_vllm_mlx.cache.attend_client import IN_PROCESS
 from pion_vllm_mlx.errors import PionMlxCompatError, StoreUnavailable
-from pion_vllm_mlx.kernels.api import Prefix, Selection
+from pion_vllm_mlx.kernels.api import Prefix
 from pion_vllm_mlx.patch.remote import RemotePrefix
 from pion_vllm_mlx.patch.seam import SEAM
+from pion_vllm_mlx.patch.sparse import checked_mode, selection
 from pion_vllm_mlx.patch.windows import Causal, Limits
 
-DEFAULT_SPARSE = {"K_block": 64, "K_blocks": 8, "selector": "block_mean"}
-_SELECTORS = {"": "mean", "block_mean": "mean", "block-mean": "mean", "quest": "quest"}
+
+class NotForFiles:
+    """Stands in the state of a cache that mlx-lm 0.32's save_prompt_cache refuses by this text."""
+
+    def __str__(self) -> str:
+        return "a PionPrefixCache is no file: save_prompt_cache takes what get_or_prefill returns"
+
+
+_NOT_FOR_FILES = NotForFiles()
+#: mlx-lm 0.31, whose files have a ``meta_state`` a cache, and whose models take ``state`` apart
+_META_STATE = any("meta_state" in vars(base) for base in KVCache.__mro__)
 
 
 class PrefixGroup:
@@ -39,7 +51,7 @@ class PrefixGroup:
     ) -> None:
         """``shares``: layers may attend to another layer's K and V, at the right positions."""
         self.namespace, self.prefix_len, self.shares = namespace, prefix_len, shares
-        self._pc = prompt_cache
+        self.pc = prompt_cache
         self._remote: RemotePrefix | None = None
         source = prompt_cache.source
         self.local: list[Any] | None = (
@@ -53,8 +65,23 @@ class PrefixGroup:
     def remote(self) -> RemotePrefix:
         """The prefix at the server. Raises ValueError where there is none that fits."""
         if self._remote is None:
-            self._remote = RemotePrefix(self._pc, self.namespace, self.prefix_len)
+            self._remote = RemotePrefix(self.pc, self.namespace, self.prefix_len)
         return self._remote
+
+    @property
+    def lane(self) -> str:
+        """Where attention over the prefix is computed: ``in-process``, ``binary`` or ``resp``."""
+        return IN_PROCESS if self.local is not None else self.remote.lane
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrefixGroup:
+        """That of a copied cache: the same prefix, forwards of its own."""
+        made = object.__new__(PrefixGroup)
+        made.__dict__.update(self.__dict__)
+        made.local = None if self.local is None else []  # the copied caches hold their own
+        if self.waiting is not None:
+            made.waiting = None
+            made.broken = f"layer {self.waiting.layer_idx}, before it was copied"
+        return made
 
     def check(self) -> None:
         """Raises where the numbers to come would be wrong."""
@@ -87,12 +114,12 @@ class PionPrefixCache:
     ) -> None:
         self.layer_idx, self.namespace, self.prefix_len = layer_idx, namespace, prefix_len
         self.prompt_cache, self.fa_window = prompt_cache, fa_window
-        self.sparse_mode = None if sparse_mode is None else {**DEFAULT_SPARSE, **sparse_mode}
+        self.sparse_mode = checked_mode(sparse_mode)
         self.group = group or PrefixGroup(prompt_cache, namespace, prefix_len)
         own: Any = native
         if native is None and self.group.local is not None:
             own = self.group.local[layer_idx]
-        self.selection = _selection(self.sparse_mode)
+        self.selection = selection(self.sparse_mode)
         self.rows: Prefix | None = None
         if own is not None and self.selection is not None and _is_plain(own):
             keys, values = (a[..., :prefix_len, :] for a in (own.keys, own.values))
@@ -132,9 +159,35 @@ class PionPrefixCache:
     @property
     def state(self) -> Any:
         """What is to be evaluated; of a prefix elsewhere, the suffix alone."""
-        if self.whole:
-            return self.store.state
-        return self._handed if self._handed is not None else []
+        found = self.store.state if self.whole else self._handed or ()
+        return found if _META_STATE else (*found, _NOT_FOR_FILES)
+
+    @property
+    def meta_state(self) -> Any:
+        """Raises PionMlxCompatError: only files ask for it."""
+        raise PionMlxCompatError(str(_NOT_FOR_FILES))
+
+    @property
+    def lane(self) -> str:
+        """Where attention over the prefix is computed: ``in-process``, ``binary`` or ``resp``."""
+        return self.group.lane
+
+    def __repr__(self) -> str:
+        lane = IN_PROCESS if self.group.local is not None else "at the server"
+        return (
+            f"<PionPrefixCache layer {self.layer_idx} of {self.namespace!r}: {self.prefix_len} "
+            f"tokens {lane}, {self.offset - self.prefix_len} after them>"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PionPrefixCache:
+        """Another conversation behind the same prefix; copied in one list, they stay one cache."""
+        made = object.__new__(PionPrefixCache)
+        memo[id(self)] = made
+        made.__dict__.update(self.__dict__)
+        made.group = copy.deepcopy(self.group, memo)
+        made.store = copy.deepcopy(self.store, memo)
+        made._handed = None
+        return made
 
     def keys_and_values(self) -> Any:
         """What the last ``update_and_fetch`` returned, for layers that share it."""
@@ -173,13 +226,32 @@ class PionPrefixCache:
             return create_causal_mask(N, self.offset, window_size=window_size)
         return None if N == 1 and window_size is None else Causal(window_size)
 
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """As the cache in this process does it, prefix and all.
+
+        Raises PionMlxCompatError where the prefix is elsewhere: it is kept as it was stored.
+        """
+        if not self.whole:
+            raise PionMlxCompatError(
+                f"kv_bits={bits} over a prefix that is elsewhere: it is attended as it was stored; "
+                "PionPromptCache(vquant=…) and --attend-dtype say how that is"
+            )
+        return self.store.to_quantized(group_size=group_size, bits=bits)
+
     def is_trimmable(self) -> bool:
         return bool(self.store.is_trimmable())
 
     def trim(self, n: int) -> int:
-        """Takes back up to ``n`` tokens, of the suffix where the prefix is elsewhere."""
-        if self.whole:
-            n = min(n, self.offset - self.prefix_len)
+        """Takes back ``n`` tokens of those after the prefix.
+
+        Raises ValueError for more: callers of mlx-lm's own do not ask how many it was.
+        """
+        after = self.offset - max(self.prefix_len, 0)
+        if n > after:
+            raise ValueError(
+                f"namespace {self.namespace}: {n} tokens cannot be trimmed, {after} are behind the "
+                f"prefix of {self.prefix_len}, which stays whole"
+            )
         self._handed = None
         return int(self.store.trim(n))
 
@@ -273,13 +345,3 @@ def _is_plain(cache: Any) -> bool:
 def _new_cache() -> Any:
     make: Any = KVCache
     return make()
-
-
-def _selection(mode: dict[str, Any] | None) -> Selection | None:
-    if mode is None:
-        return None
-    unknown = set(mode) - set(DEFAULT_SPARSE)
-    if unknown or mode["selector"] not in _SELECTORS:
-        raise ValueError(f"a sparse mode has K_block, K_blocks and selector, not {mode}")
-    name = _SELECTORS[mode["selector"]]
-    return Selection(mode["K_block"], mode["K_blocks"], name)  # type: ignore[arg-type]

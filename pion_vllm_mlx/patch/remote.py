@@ -40,6 +40,16 @@ class RemotePrefix:
         if self._client.state(self._slot(0)) == "MISS":
             raise ValueError(f"nothing to attend to is stored under namespace {namespace}")
 
+    @property
+    def lane(self) -> str:
+        """How a fused query would travel now: ``binary`` or ``resp``."""
+        return self._client.lane
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Of each layer its heads and the dimensions of K and V; of a foreign prefix nothing."""
+        return () if self._stored is None else self._stored.shapes
+
     def fused(self, layer: int, q: Floats, keys: Floats, values: Floats, window: int) -> Floats:
         """``[H_q, M, D]`` over prefix and suffix, causal within it; window 0 sees all."""
         query = self._query(q, keys, values, window)
@@ -67,7 +77,10 @@ class RemotePrefix:
         return Slot(self.namespace, self.sid, layer)
 
     def _ask(self, layer: int, like: Floats, call: Callable[[Slot], T]) -> T:
-        """What ``call`` returns; ``like`` is ``[H_kv, …, D]``. Once more after warming."""
+        """What ``call`` returns; ``like`` is ``[H_kv, …, D]``. Once more after warming.
+
+        Raises PushedOut where others take the room of this layer as soon as it is warm.
+        """
         slot, heads, dim = self._slot(layer), like.shape[0], like.shape[2]
         try:
             return call(slot)
@@ -78,40 +91,34 @@ class RemotePrefix:
             self._client.cold_misses += cold
             if self._stored is None and not cold:
                 raise
-            self._warm(heads, dim, error)
-        return call(slot)
+            self._warm(slot, heads, dim, error)
+        return self._client.last_try(slot, lambda: call(slot))
 
-    def _warm(self, heads: int, dim: int, because: CommandError) -> None:
-        """Makes the prefix resident from its stored rows. Raises ``because`` where that fails."""
+    def _warm(self, slot: Slot, heads: int, dim: int, because: CommandError) -> None:
+        """Makes a layer resident from its stored rows. Raises ``because`` where that fails.
+
+        That layer alone: a server that holds fewer than a model has would lose the others of
+        this forward, and those of other models, each time.
+        """
         if self._stored is None:
-            try:
-                warmed = self._client.warm(self.namespace, self.sid, heads, dim)
-            except CommandError:
-                warmed = 0
-            if warmed <= 0:
-                raise because
-            return
-        if self._warm_stored(heads, dim) <= 0:
+            self._client.warm_again(slot, heads, dim, because)
+        elif self._warm_stored(self._stored, slot, heads, dim) <= 0:
             raise because
 
-    def _warm_stored(self, heads: int, dim: int) -> int:
+    def _warm_stored(self, known: StoredPrefix, slot: Slot, heads: int, dim: int) -> int:
         """As ``warm``, of this very prefix: the server compares the record while it reads.
 
-        Once more where the same prefix is being stored again. Raises StoreUnavailable where
+        Once more where the same prefix was stored again since. Raises StoreUnavailable where
         another one took its place.
         """
-        found = self._same_as_before()
         try:
-            return self._warm_as(found, heads, dim)
+            return self._client.warm(slot, heads, dim, Whole(known.num_tokens, known.record))
         except CommandError:
             again = self._same_as_before()
-            if again.record == found.record:
+            if again.record == known.record:
                 raise
-        return self._warm_as(again, heads, dim)
-
-    def _warm_as(self, found: StoredPrefix, heads: int, dim: int) -> int:
-        whole = Whole(found.num_tokens, found.record)
-        return self._client.warm(self.namespace, self.sid, heads, dim, whole)
+        self._stored = again
+        return self._client.warm(slot, heads, dim, Whole(again.num_tokens, again.record))
 
     def _find(self) -> StoredPrefix | None:
         source = self._pc.source

@@ -59,11 +59,14 @@ def names() -> list[str]:
     return [found.name for found in pkgutil.iter_modules(package.__path__)]
 
 
-def build(name: str) -> Any:
-    """A model of a family with seeded float32 weights, or None where it needs more settings."""
+def build(name: str, **changes: Any) -> Any:
+    """A model of a family with seeded float32 weights, or None where it needs more settings.
+
+    ``changes`` replace settings.
+    """
     try:
         module = importlib.import_module(f"mlx_lm.models.{name}")
-        config = {**_WIDE, **CONFIGS.get(name, {}), "model_type": name}
+        config = {**_WIDE, **CONFIGS.get(name, {}), "model_type": name, **changes}
         known = inspect.signature(module.ModelArgs).parameters
         mx.random.seed(7)
         model = module.Model(module.ModelArgs(**{k: v for k, v in config.items() if k in known}))

@@ -162,3 +162,145 @@ def test_a_lookup_warms_what_became_cold(opened: Opener) -> None:
     assert staged.lookup("cooling")
     found = staged.attend_query("cooling", 1, normal(1, H_KV, 1, D), with_lse=True)
     assert np.isfinite(found[1]).all()
+
+
+def as_mlx(array: Floats, name: str) -> Any:
+    import mlx.core as mx
+
+    return mx.array(array).astype(getattr(mx, name))
+
+
+@pytest.mark.parametrize("pc", ["binary", "resp"], indirect=True)
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "float16"])
+def test_arrays_of_mlx_are_taken_as_numpys_are(pc: Any, kind: str) -> None:
+    arrays = [normal(20, H_Q, 1, D), normal(21, H_KV, 2, D), normal(22, H_KV, 2, D)]
+    mlx = [as_mlx(array, kind) for array in arrays]
+    plain = [np.array(array.astype(as_mlx(arrays[0], "float32").dtype)) for array in mlx]
+    for layer, (keys, values) in enumerate([mlx[1:], plain[1:]], 7):
+        pc.attend_store_layer(kind, layer, keys, values)
+        for q, k, v in (mlx, plain):
+            assert np.array_equal(
+                pc.attend_query_fused(kind, layer, q, k, v, MAP),
+                pc.attend_query_fused(kind, 7, *plain, np.array(MAP)),
+            )
+            single = pc.attend_query_sparse_auto_fused(kind, layer, q[:, 0], 8, 1, k, v)
+            assert single.dtype == np.float32 and np.isfinite(single).all()
+            assert pc.attend_query(kind, layer, k, with_lse=True)[0].shape == (H_KV, 2, D)
+
+
+def test_k_and_v_of_two_types_are_refused_by_name(pc: Any) -> None:
+    q, half = normal(23, H_Q, 1, D), K.astype("f2")
+    for keys, values in ((K, half), (half, K), (as_mlx(K, "bfloat16"), K)):
+        with pytest.raises(TypeError, match="K is .*float.* and V is .*float"):
+            pc.attend_store_layer("mixed", 0, keys, values)
+        with pytest.raises(TypeError, match="K_suf is .* and V_suf is"):
+            pc.attend_query_fused("ns", 0, q, keys, values, MAP)
+        with pytest.raises(TypeError, match="K_suf is .* and V_suf is"):
+            pc.attend_query_sparse_auto_fused("ns", 0, q[:, 0], 8, 1, keys, values)
+    pc.attend_store_layer("halves", 0, half, half)
+    with pytest.raises(ValueError, match="K of shape .* and V of shape"):
+        pc.attend_store_layer("mixed", 0, K, V[:, :3])
+
+
+@pytest.mark.parametrize("wrong", [K.astype("i4"), K.astype("c8"), K > 0, "text", None])
+def test_what_is_no_array_of_floats_is_refused_by_name(pc: Any, wrong: Any) -> None:
+    for name, call in {
+        "K": lambda: pc.attend_store_layer("wrong", 0, wrong, wrong),
+        "Q": lambda: pc.attend_query("ns", 0, wrong),
+        "K_suf": lambda: pc.attend_query_fused("ns", 0, normal(1, H_Q, 1, D), wrong, wrong, MAP),
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name} is an array of floats"):
+            call()
+    with pytest.raises(TypeError, match="Q is an array of floats, not of int32"):
+        pc.attend_query("ns", 0, as_mlx(K, "int32"))
+
+
+@pytest.mark.parametrize("number", [2.0, 1.5, "7", True, None])
+def test_numbers_that_are_not_whole_are_refused_by_name(pc: Any, number: Any) -> None:
+    q, k = normal(24, H_Q, 1, D), normal(25, H_KV, 1, D)
+    calls = {
+        "layer_id": lambda: pc.attend_query("ns", number, k),
+        "top_k": lambda: pc.attend_query("ns", 0, k, top_k=number),
+        "fa_window": lambda: pc.attend_query("ns", 0, k, fa_window=number),
+        "B": lambda: pc.attend_query_sparse_auto("ns", 0, q[:, 0], number, 1, head_map=MAP),
+        "K_top": lambda: pc.attend_query_sparse_auto("ns", 0, q[:, 0], 8, number, head_map=MAP),
+        "H_kv": lambda: pc.attend_query_sparse_auto("ns", 0, q[:, 0], 8, 1, H_kv=number),
+        "head_map": lambda: pc.attend_query_fused("ns", 0, q, k, k, [number] * H_Q),
+    }
+    for name, call in calls.items():
+        if number is None and name in ("fa_window", "H_kv"):
+            continue  # None is their default
+        with pytest.raises(TypeError, match=f"{name} is a whole number"):
+            call()
+
+
+def test_numbers_of_numpy_are_whole_ones(pc: Any) -> None:
+    q = normal(26, H_KV, D)
+    one = np.int64(1)
+    pc.attend_query("ns", np.uint16(0), q, top_k=one, fa_window=one)
+    pc.attend_query_sparse_auto("ns", 0, q, np.int32(8), one, H_kv=np.int64(H_KV))
+
+
+@pytest.mark.parametrize("pc", ["binary", "resp"], indirect=True)
+def test_no_query_no_block_and_heads_that_are_not_there_are_said_clearly(pc: Any) -> None:
+    q, k = normal(27, H_Q, 1, D), normal(28, H_KV, 1, D)
+    for none in (q[:, :0], normal(1, 0, 1, D)):
+        with pytest.raises(ValueError, match="holds no query: M must be 1 or more|head_map"):
+            pc.attend_query_fused("ns", 0, none, k, k, MAP)
+        with pytest.raises(ValueError, match="holds no query"):
+            pc.attend_query("ns", 0, none)
+    for name, block, top in (("B", 0, 1), ("B", -8, 1), ("K_top", 8, 0)):
+        with pytest.raises(ValueError, match=f"{name} must be 1 or more"):
+            pc.attend_query_sparse_auto("ns", 0, q[:, 0], block, top, head_map=MAP)
+    for heads in ([0, 0, 1, 2], [0, 0, 1, 256], [0, 0, -1, 1]):
+        with pytest.raises(ValueError, match="head_map names head"):
+            pc.attend_query_fused("ns", 0, q, k, k, heads)
+    with pytest.raises(ValueError, match="H_kv must be 1 or more"):
+        pc.attend_query_sparse_auto("ns", 0, q[:, 0], 8, 1, H_kv=0, head_map=MAP)
+
+
+def test_a_refusal_says_the_same_on_both_lanes_and_its_code_once(opened: Opener) -> None:
+    q, k = normal(29, H_Q, 1, D), normal(30, H_KV, 1, D)
+    said = []
+    for lane in ("binary", "resp"):
+        pc = opened(None, lane)
+        pc.attend_store_layer("said", 0, K, V)
+        texts = []
+        for arrays in ((q, k, k), (q[..., :20], k[..., :20], k[..., :20])):
+            for layer in (0, 9):
+                heads = [0] * H_Q if layer else MAP
+                three = [np.concatenate([a, a[:1]])[:3] if layer == 0 else a for a in arrays[1:]]
+                with pytest.raises(ServerRefused) as refused:
+                    pc.attend_query_fused("said", layer, arrays[0], *three, heads)
+                texts.append(str(refused.value))
+        assert pc.attention.lane == lane
+        said.append(texts)
+    assert said[0] == said[1]
+    assert [text.count("ERR") for text in said[0]] == [1] * 4
+    assert any("shape mismatch" in text for text in said[0]) and "ERR session not found" in said[0]
+
+
+@pytest.mark.parametrize("pc", ["binary", "resp"], indirect=True)
+def test_a_cold_slot_of_grouped_queries_is_warmed_with_the_stored_heads(
+    pc: Any, opened: Opener
+) -> None:
+    """H_q is no width of a row: told that, the server would skip every layer."""
+    model, ids = tiny_model("llama"), token_ids(N)
+    name = f"grouped {id(pc)}"
+    cache = opened(model).get_or_prefill(ids, name)
+    k, v = (np.array(a[0, :, :N]) for a in (cache[1].keys, cache[1].values))
+    pc.attend_store_layer(name, 1, k, v)
+    q, more = normal(31, H_Q, 1, D), normal(32, H_KV, 1, D)
+    asked = {
+        "fused": lambda: pc.attend_query_fused(name, 1, q, more, more, MAP),
+        "auto": lambda: pc.attend_query_sparse_auto(name, 1, q[:, 0], 8, 9, head_map=MAP),
+        "auto fused": lambda: pc.attend_query_sparse_auto_fused(name, 1, q[:, 0], 8, 9, more, more),
+        "dense": lambda: pc.attend_query(name, 1, more),
+    }
+    row = normal(33, 1, 1, D)
+    for count, call in enumerate(asked.values(), 1):
+        before = call()
+        for layer in range(256):
+            pc.attend_store_layer("pushing", layer, row, row)
+        assert np.allclose(call(), before, atol=1e-5)
+        assert pc.cold_rehydrates_observed == count

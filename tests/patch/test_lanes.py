@@ -42,9 +42,12 @@ def test_logits_are_those_of_the_unpatched_model(
     found = forwards(model, cache, STEPS)
     assert furthest(found, alone(model, ids, STEPS)) < 1e-5
     assert cache[0].offset == length + len(SUFFIX) + STEPS
-    used = {"in-process": set(), "binary": {"binary", "resp"}, "resp": {"resp"}}[lane]
-    assert set(pc.attention.queries) <= used and bool(pc.attention.queries) == bool(used)
-    assert lane != "binary" or pc.attention.queries["binary"] > STEPS
+    assert {entry.lane for entry in cache} == {lane}
+    assert ("at the server" in repr(cache[0])) == (lane != "in-process")
+    used = pc.stats()["attended"]
+    assert set(used) <= {lane, "resp"} and used[lane] > STEPS
+    if lane == "in-process":
+        assert used == {lane: len(cache) * (STEPS + 1)} and pc.attend_query_calls == 0
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
@@ -76,17 +79,6 @@ def test_generation_of_mlx_lm_gives_the_same_tokens(
     made = stream_generate(model, tokenizer, SUFFIX, **options)
     wanted = stream_generate(model, tokenizer, [*ids, *SUFFIX], max_tokens=REPLY)
     assert [one.token for one in made] == [one.token for one in wanted]
-
-
-@pytest.mark.parametrize("lane", LANES)
-def test_a_cache_may_be_trimmed_back_to_its_prefix_and_no_further(
-    opened: Opener, lane: str
-) -> None:
-    model, ids = tiny_model("llama"), token_ids(40)
-    cache = attended(opened(model, lane), model, ids, f"trimmed {lane}")
-    first = forwards(model, cache, 3)
-    assert [entry.trim(100) for entry in cache] == [len(SUFFIX) + 3] * len(cache)
-    assert furthest(forwards(model, cache, 3), first) < 1e-6
 
 
 @pytest.mark.parametrize("lane", LANES)
@@ -147,6 +139,32 @@ def test_sparse_attention_in_process_and_over_the_wire_choose_the_same(opened: O
         for lane in LANES
     ]
     assert furthest(found[1], found[0]) < 1e-5 and furthest(found[2], found[0]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("mode", "kind", "said"),
+    [
+        (3, TypeError, "sparse_full_layers is True"),
+        ([0, 1], TypeError, "sparse_full_layers is True"),
+        ({"layers": 1}, ValueError, "not layers"),
+        ({"K_block": 0}, ValueError, r"sparse_full_layers\['K_block'\] must be 1 or more, not 0"),
+        ({"K_block": -64}, ValueError, "K_block.* not -64"),
+        ({"K_blocks": 0}, ValueError, r"sparse_full_layers\['K_blocks'\] must be 1 or more"),
+        ({"K_blocks": 1.5}, TypeError, "K_blocks.* whole number, not 1.5"),
+        ({"K_block": "64"}, TypeError, "K_block.* whole number"),
+        ({"K_block": True}, TypeError, "K_block.* whole number"),
+        ({"selector": "best"}, ValueError, "selector.* block_mean or quest, not 'best'"),
+        ({"selector": ["quest"]}, ValueError, "selector"),
+    ],
+)
+def test_a_sparse_mode_that_cannot_be_is_refused_by_name(
+    opened: Opener, mode: Any, kind: type[Exception], said: str
+) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(kind, match=said):
+        pion_vllm_mlx.make_pion_prompt_cache(model, "nothing", opened(model), 40, mode)
+    with pytest.raises((kind, TypeError), match=said):
+        pion_vllm_mlx.PionPrefixCache(0, "nothing", opened(model), 40, None, mode)
 
 
 def test_windowed_layers_are_never_sparse(opened: Opener) -> None:

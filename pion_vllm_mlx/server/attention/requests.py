@@ -64,7 +64,9 @@ class Sizes:
     def queries(self, data: Blob) -> Floats:
         """Q as ``[H, M, D]``, M from its length. Raises CommandError."""
         row = 4 * self.heads * self.dim
-        if not data or len(data) % row:
+        if not data:
+            raise CommandError(f"{self.where}: Q blob size 0 holds no query, M must be 1 or more")
+        if len(data) % row:
             raise CommandError(
                 f"{self.where}: Q blob size {len(data)} instead of a multiple of {row}"
             )

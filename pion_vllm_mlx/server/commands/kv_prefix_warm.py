@@ -13,7 +13,7 @@ from pion_vllm_mlx.server.attention.resident import Resident, check_dim
 from pion_vllm_mlx.server.attention.slots import Key
 from pion_vllm_mlx.server.attention.warming import LayerPair
 from pion_vllm_mlx.server.command import Reply, command
-from pion_vllm_mlx.server.commands.attend_prefix import dim_of, heads_of
+from pion_vllm_mlx.server.commands.attend_prefix import MAX_LAYER, dim_of, heads_of
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.index import Session, StateBlob
 from pion_vllm_mlx.server.store.verifying import verified
@@ -75,7 +75,7 @@ class Whole:
     "KV.PREFIX.WARM",
     -4,
     "Makes the stored rows of a namespace resident for attention; how many layers.",
-    syntax="ns heads dim [attend_sid [TOKENS n] [RECORD sha256]]",
+    syntax="ns heads dim [attend_sid [LAYER layer] [TOKENS n] [RECORD sha256]]",
     kvcache=True,
     home="namespace",
     keys=(1, 1),
@@ -83,7 +83,8 @@ class Whole:
     grows=True,
 )
 async def kv_prefix_warm(context: Context, args: list[Arg]) -> Reply:
-    given = arguments.options(args[5:], {"TOKENS": 1, "RECORD": 1}, WHERE)
+    given = arguments.options(args[5:], {"LAYER": 1, "TOKENS": 1, "RECORD": 1}, WHERE)
+    only = arguments.given_integer(given, "LAYER", 0, MAX_LAYER) if "LAYER" in given else None
     namespace = arguments.sid(args[1])
     heads, dim = heads_of(args[2], "H"), dim_of(args[3])
     check_dim(dim)
@@ -92,7 +93,7 @@ async def kv_prefix_warm(context: Context, args: list[Arg]) -> Reply:
     if len(sides) < 2 or not await verified(context.store, sides):
         raise CommandError(_NOT_FOUND)
     whole = await Whole.of(context, namespace, given)
-    fitting, others = _fitting(sides, heads, dim)
+    fitting, others = _fitting(sides, heads, dim, only)
     _check_budget(context, fitting, dim)
     for pair in fitting:
         resident = await _read(context, sides, pair, heads, dim)
@@ -101,12 +102,14 @@ async def kv_prefix_warm(context: Context, args: list[Arg]) -> Reply:
     return Simple(f"{len(fitting)} skipped_dim={others}" if others else str(len(fitting)))
 
 
-def _fitting(sides: list[Session], heads: int, dim: int) -> tuple[list[LayerPair], int]:
-    """The layers of that shape, and how many are of another one."""
+def _fitting(
+    sides: list[Session], heads: int, dim: int, only: int | None
+) -> tuple[list[LayerPair], int]:
+    """The layers of that shape, and how many are of another one; ``only``: of one layer."""
     fitting, others = [], 0
     for layer, keys in sorted(sides[0].layers.items()):
         values = sides[1].layers.get(layer)
-        if values is None:
+        if values is None or only not in (None, layer):
             continue
         pair = LayerPair.of(layer, keys, values)
         if not pair.fits(heads, dim):

@@ -198,3 +198,20 @@ def test_more_kv_heads_than_a_map_can_name_are_refused(stored: Asking) -> None:
     refuse(stored.wire, "at most 256", *words)
     refuse(stored.wire, "H", "ATTEND.PREFIX.STORE", stored.sid, 3, 1025, 1, 32, blob, blob)
     assert floats(stored.query(Q), 2, 1, 32).any()
+
+
+def test_both_lanes_refuse_in_the_same_words(stored: Asking) -> None:
+    """A frame has one length, RESP one a blob: all but those texts are the same."""
+    none = NO_SUFFIX, NO_SUFFIX
+    long = normal(6, 2, 1, 48), (normal(0, 2, 0, 48), normal(0, 2, 0, 48))
+    one = normal(7, 1, 1, 32), (normal(0, 1, 0, 32), normal(0, 1, 0, 32))
+    for q, suffix, head_map, said in (
+        (Q, none, bytes([0, 2]), "head_map names head 2 of 2"),
+        (Q[:, :0], none, bytes([0, 1]), "holds no query, M must be 1 or more"),
+        (*long, bytes([0, 1]), "unsupported head dim D=48"),
+        (*one, bytes(1), "shape mismatch"),
+    ):
+        line = stored.fused(q, *suffix, head_map)
+        status, body = stored.framed(q, suffix, head_map)
+        assert (status, body.decode()) == (ERROR, line) and said in line
+        assert line.startswith("ERR ") and "ERR" not in line[4:]

@@ -214,6 +214,27 @@ def test_with_a_record_only_what_is_stored_under_it_is_warmed(ask: Asking) -> No
     check(ask.at(layer=0), by_head(keys), by_head(values))
 
 
+def test_one_layer_may_be_named_and_the_others_stay_as_they_are(ask: Asking) -> None:
+    wire, ns = ask.wire, ask.sid
+    register(wire, ns, "fp32")
+    sides = [(rows_of(66 + n), rows_of(76 + n)) for n in range(3)]
+    for layer, (keys, values) in enumerate(sides):
+        store(wire, ns, layer, keys, values)
+    words = ("KV.PREFIX.WARM", ns, HEADS, DIM, ns, "LAYER")
+    assert wire.ask(*words, 1) == "1"
+    assert [ask.at(layer=n).lookup() for n in range(3)] == ["MISS", "HIT", "MISS"]
+    # the same rows as other heads: each layer is of its own shape
+    half = ("KV.PREFIX.WARM", ns, HEADS // 2, DIM * 2, ns, "LAYER")
+    assert wire.ask(*half, 2) == "1"
+    check(ask.at(layer=1), *map(by_head, sides[1]))
+    assert wire.ask(*words, 7) == "0"
+    assert wire.ask("KV.PREFIX.WARM", ns, 1, 32, ns, "LAYER", 0) == "0 skipped_dim=1"
+    for bad in ("-1", "65536", "x", ""):
+        refuse(wire, "LAYER", *words, bad)
+    assert wire.ask(*words, 0, "TOKENS", ROWS) == "1"
+    check(ask.at(layer=0), *map(by_head, sides[0]))
+
+
 def test_what_cannot_be_warmed_is_refused(ask: Asking) -> None:
     wire, ns = ask.wire, ask.sid
     missing = "KV.PREFIX.WARM session not found"
