@@ -253,6 +253,9 @@ def test_workers_killed_on_a_full_disk_start_again_and_serve(tmp_path: Path) -> 
                     wire.ok("SET", "a", str(worker))
                     wire.ok("KV.PREFIX.REGISTER", f"n{worker}", 64, "fp16")
                     wire.ok("V.STOREBATCH", f"n{worker}_pk", 0, 0, 100, blob, "FMT", "F16")
+                    for number in range(100):  # so that who holds what takes room
+                        name = f"{'long' * 50}{worker}.{number}"
+                        wire.ok("KV.PREFIX.REGISTER", name, 64, "fp16")
             fill(disk / "filler")
             for worker in range(3):
                 refuse_writes(server, worker)
@@ -319,7 +322,7 @@ def test_of_a_prefix_on_two_workers_one_is_refused_where_the_disk_takes_no_drop(
 
 
 def kill_all(server: RunningServer) -> None:
-    """SIGKILL for the launcher and every worker."""
+    """SIGKILL for the launcher and every worker, and wait until none of them is left."""
     pids = []
     for worker in range(3):
         with Wire.tcp(server.port + 2 + worker) as wire:
@@ -328,6 +331,15 @@ def kill_all(server: RunningServer) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # it follows its launcher
             os.kill(pid, signal.SIGKILL)
+            assert eventually(lambda pid=pid: not is_running(pid))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_workers_that_are_fewer_say_so_and_count_the_files_of_the_others(
