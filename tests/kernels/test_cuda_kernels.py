@@ -97,8 +97,9 @@ def test_blocks_are_chosen_by_threads_as_specified(cuda: Bench, rng: np.random.G
         scores[rng.integers(num_blocks, size=12)] = [np.nan, np.inf, -np.inf, -0.0] * 3
         for top in (1, 2, most):
             cuda.scored(device_cases.blocks_job({**asked, "top": top}, rng), scores)
-        unknown = np.full(num_blocks, np.nan, np.float32)
-        cuda.scored(device_cases.blocks_job({**asked, "top": most}, rng), unknown)
+        job = device_cases.blocks_job({**asked, "top": most}, rng)
+        cuda.scored(job, np.full(num_blocks, np.nan, np.float32))
+        cuda.scored(job, np.where(np.arange(num_blocks) % 2, 0.0, -0.0).astype(np.float32))
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,9 @@ def test_blocks_are_chosen_by_threads_as_specified(metal: Bench, rng: np.random.
         scores[rng.integers(num_blocks, size=12)] = [np.nan, np.inf, -np.inf, -0.0] * 3
         for top in (1, 2, most):
             metal.scored(device_cases.blocks_job({**asked, "top": top}, rng), scores)
-        unknown = np.full(num_blocks, np.nan, np.float32)
-        metal.scored(device_cases.blocks_job({**asked, "top": most}, rng), unknown)
+        job = device_cases.blocks_job({**asked, "top": most}, rng)
+        metal.scored(job, np.full(num_blocks, np.nan, np.float32))
+        metal.scored(job, np.where(np.arange(num_blocks) % 2, 0.0, -0.0).astype(np.float32))
 
 
 def test_large_scores_do_not_overflow(metal: Bench, rng: np.random.Generator) -> None:
