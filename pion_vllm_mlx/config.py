@@ -50,6 +50,7 @@ DEFAULT_PORT = 1974
 LOCK_NAME = "pion.lock"
 STATUS_NAME = "pion.status"
 DIRECTORY_NAME = "pion.directory"  # of the workers of a server, while it runs
+ADMIN_NAME = "default"  # the user whose password is the server's own; others are tenants
 AFFINITY_OFFSET = 2  # worker w listens on this many ports above the shared one, plus w
 EXIT_FOLDER_BUSY = 3  # of a server that found its folder owned by another
 

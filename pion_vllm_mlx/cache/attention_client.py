@@ -23,10 +23,19 @@ _DEFAULT_FORMAT = "int8"
 
 
 class PionAttentionClient:
-    """ATTEND.CREATE to ATTEND.INFO. Thread-safe as its connection is."""
+    """ATTEND.CREATE to ATTEND.INFO. Thread-safe as its connection is.
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 1974, timeout: float = 30.0) -> None:
-        self._client = RespClient(host, port, timeout)
+    ``client``, with the login of a tenant say, replaces its own.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 1974,
+        timeout: float = 30.0,
+        client: RespClient | None = None,
+    ) -> None:
+        self._client = client or RespClient(host, port, timeout)
 
     def __enter__(self) -> PionAttentionClient:
         return self

@@ -84,6 +84,15 @@ class RespConnection:
         with state.lock:
             state.close()
 
+    def reopen(self) -> None:
+        """The next call opens a new socket; one that is under way keeps its own."""
+        state = self._own_state()
+        if state.lock.acquire(blocking=False):
+            try:
+                state.close()
+            finally:
+                state.lock.release()
+
     @contextmanager
     def deadline(self, seconds: float) -> Iterator[None]:
         """All calls of this thread inside the block end within ``seconds`` together.

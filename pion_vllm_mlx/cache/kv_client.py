@@ -33,10 +33,16 @@ def or_else(fallback: T, ask: Callable[[], T], what: str) -> T:
 
 
 class PionKVClient:
-    """KV.STORE, KV.FETCH and KV.INFO."""
+    """KV.STORE, KV.FETCH and KV.INFO. ``client``, with a password say, replaces its own."""
 
-    def __init__(self, host: str = "127.0.0.1", port: int = 1974, timeout: float = 10.0) -> None:
-        self._client = RespClient(host, port, timeout)
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 1974,
+        timeout: float = 10.0,
+        client: RespClient | None = None,
+    ) -> None:
+        self._client = client or RespClient(host, port, timeout)
 
     def __enter__(self) -> PionKVClient:
         return self

@@ -62,12 +62,16 @@ class PionPromptCache(AttendMethods):
         *,
         url: str | None = None,
         password: str | None = None,
+        username: str | None = None,
         deadline_seconds: float = 2.0,
         key_parts: Mapping[str, str] | None = None,
         verify: str | None = None,
         inproc_bytes: int | None = None,
     ) -> None:
-        """``url`` replaces host and port: tcp://, unix://, embedded:///path, embedded:.
+        """``url`` replaces host and port: tcp://, tls://, unix://, embedded:///path, embedded:.
+
+        ``username`` is that of a tenant, who sees only its own prefixes; the URL may name it
+        instead (``tcp://team@host:1974``). ``password`` defaults to PION_REQUIREPASS.
 
         ``vquant`` is a storage format, None the cache's own dtype. With
         ``boundary_protect=N`` the keys of every layer, and the values of the first and the
@@ -97,13 +101,15 @@ class PionPromptCache(AttendMethods):
         self.strict = strict
         place = parse_url(url) if url is not None else Place(Address(host=host, port=port))
         known = password or config.ServerEnvironment.from_environment().password
-        self._endpoint = Endpoint(place, known, deadline_seconds)
+        self._endpoint = Endpoint(place, known, deadline_seconds, username=username)
         self._client = StoreClient(self._endpoint, deadline_seconds)
         self._counters = Counters()
         # An object that is dropped without close must not leave its socket open.
         weakref.finalize(self, self._client.close)
         switches = config.ClientSwitches.from_environment()
-        self._attend = AttendClient(self._client, known, no_binary=switches.no_binary)
+        # the binary lane takes the server's own password alone
+        no_binary = switches.no_binary or self._endpoint.tenant
+        self._attend = AttendClient(self._client, known, no_binary=no_binary)
         self._attend_tokens: dict[str, int] = {}
         self._attend_debug = switches.debug_sparse_auto
         self.attend_unfused = switches.no_fused_attend
@@ -163,6 +169,7 @@ class PionPromptCache(AttendMethods):
                 **self._counters.as_dict(),
                 "admission_threshold": self.admission_threshold,
                 "lane": self._counters.last_lane,
+                "attended": self._attend.attended(),
             }
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from pion_vllm_mlx.cache.connection import Address, RespConnection
-from pion_vllm_mlx.errors import CommandError, ServerRefused, StoreUnavailable
+from pion_vllm_mlx.errors import CommandError, ConfigError, ServerRefused, StoreUnavailable
 from pion_vllm_mlx.wire.resp import Part, Reply
 
 Answer: TypeAlias = Any
@@ -30,14 +30,20 @@ class RespClient:
         port: int = 1974,
         timeout: float = 60.0,
         password: str | None = None,
+        username: str | None = None,
     ) -> None:
-        """``timeout`` seconds hold for each call from its start to its reply's last byte."""
+        """``timeout`` seconds hold for each call from its start to its reply's last byte.
+
+        ``username`` is a tenant's; it needs its ``password``. Raises ConfigError.
+        """
+        if username is not None and not password:
+            raise ConfigError(f"the user {username} needs a password")
         self.host = host
         self.port = port
         self.timeout = timeout
-        self._password = password
+        self._login = password, username
         self._connection = RespConnection(
-            Address(host, port), deadline_seconds=timeout, password=password
+            Address(host, port), deadline_seconds=timeout, password=password, username=username
         )
 
     def __enter__(self) -> RespClient:
@@ -47,8 +53,8 @@ class RespClient:
         self.close()
 
     def at(self, host: str, port: int, timeout: float) -> RespClient:
-        """A client of another address, with the same password."""
-        return RespClient(host, port, timeout, self._password)
+        """A client of another address, of the same user."""
+        return RespClient(host, port, timeout, *self._login)
 
     def close(self) -> None:
         """Close the socket; the next command opens a new one."""

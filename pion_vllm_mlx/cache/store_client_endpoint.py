@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import stat
 import time
@@ -13,10 +14,11 @@ from pion_vllm_mlx.cache.connection import Address, RespConnection, info_fields
 from pion_vllm_mlx.cache.embedded import EmbeddedServer, attach
 from pion_vllm_mlx.cache.store_advice import nobody_listens, what_helps
 from pion_vllm_mlx.cache.store_url import Place, parse_url
-from pion_vllm_mlx.config import AFFINITY_OFFSET
+from pion_vllm_mlx.config import ADMIN_NAME, AFFINITY_OFFSET
 from pion_vllm_mlx.errors import (
     AuthenticationRequired,
     CommandError,
+    ConfigError,
     PermissionRefused,
     PionError,
     StoreUnavailable,
@@ -141,8 +143,14 @@ class Endpoint:
         *,
         username: str | None = None,
     ) -> None:
+        """``username`` goes before the one that ``place`` names. Raises ConfigError."""
         self._place = place
-        self._password, self._username = password, username
+        self._username = place.username if username is None else username
+        if self._username is not None and not password:
+            raise ConfigError(
+                f"the user {self._username} needs a password: password= or PION_REQUIREPASS"
+            )
+        self._password = password
         self._deadline = deadline_seconds
         self._embedded: EmbeddedServer | None = None
         self._connection: RespConnection | None = None
@@ -153,11 +161,20 @@ class Endpoint:
             self._connection = self.connect(place.address)
 
     @property
+    def tenant(self) -> bool:
+        """Whether it logs in as one of several users, who is refused what concerns them all."""
+        return self._username not in (None, ADMIN_NAME)
+
+    @property
     def local(self) -> bool:
-        """Whether files of the server may be read here."""
-        return self._place.embedded or (
-            self._place.address is not None and is_local(self._place.address)
-        )
+        """Whether files of the server may be read here; a tenant is told of none."""
+        if self.tenant:
+            return False
+        return self._on_this_host()
+
+    def _on_this_host(self) -> bool:
+        address = self._place.address
+        return self._place.embedded or (address is not None and is_local(address))
 
     def connection(self) -> RespConnection:
         """The connection. Raises StoreUnavailable where an embedded server does not start."""
@@ -173,7 +190,7 @@ class Endpoint:
 
         One that does not answer at once is not waited for: the first use asks again.
         """
-        if self._place.address is None or not self.local:
+        if self._place.address is None or not self._on_this_host():
             return
         connection = self.connection()
         try:
@@ -207,14 +224,17 @@ class Endpoint:
             self._close_former(worker, address)
         return way[0]
 
-    def connect(self, address: Address) -> RespConnection:
-        """A connection of its own to an address of this server."""
+    def connect(self, address: Address, *, patient: bool = False) -> RespConnection:
+        """A connection of its own to an address of this server.
+
+        ``patient``: a server that is silent for as long as it computes is not given up.
+        """
         return RespConnection(
             address,
             deadline_seconds=self._deadline,
             password=self._password,
             username=self._username,
-            silence_seconds=self._deadline,
+            silence_seconds=math.inf if patient else self._deadline,
         )
 
     def ask_again(self) -> None:
@@ -222,13 +242,21 @@ class Endpoint:
         self._known = None if self._place.address is not None else self._known
 
     def forget(self) -> None:
-        """The same after a failure: begins anew, at the address that was given."""
+        """The same after a failure: begins anew, at the address that was given.
+
+        The worker that failed may hold the connection to the address of all; a new one is
+        taken by a worker that is well.
+        """
         if self._place.address is None:
             return
         self._known = None
-        if self._connection is not None and self._connection.address != self._place.address:
+        if self._connection is None:
+            return
+        if self._connection.address != self._place.address:
             self._connection.close()
             self._connection = self.connect(self._place.address)
+        else:
+            self._connection.reopen()
 
     def close(self) -> None:
         for connection in (self._connection, *(way[1] for way in list(self._ways.values()))):

@@ -7,6 +7,8 @@
 ``embedded:///path``          the server that owns this data folder; started if none does
 ``embedded:``                 the same for the user's own data folder
 ============================  ==================================================
+
+``tcp://NAME@host:port``, and so with tls and unix, logs in as the user or tenant NAME.
 """
 
 from __future__ import annotations
@@ -23,32 +25,37 @@ from pion_vllm_mlx.errors import ConfigError
 
 @dataclass(frozen=True)
 class Place:
-    """What a URL says: an address, or the folder of an embedded server."""
+    """What a URL says: an address, or the folder of an embedded server; as whom to log in."""
 
     address: Address | None = None
     embedded: bool = False
     folder: str | None = None
+    username: str | None = None
 
 
 def parse_url(url: str) -> Place:
     """The place that ``url`` names; raises ConfigError, a ValueError, for another URL."""
     parts = urlsplit(url)
     path = unquote(parts.path)
-    if parts.username is not None or parts.password is not None:
+    if parts.password is not None:
         raise ConfigError("no password belongs in a URL: use password= or PION_REQUIREPASS")
+    username = None if parts.username is None else unquote(parts.username)
+    if username == "":
+        raise ConfigError(f"{url!r}: no user is named before the @")
     if parts.scheme == "tls" and not parts.fragment:
-        return Place(_secure_address(url, parts))
+        return Place(_secure_address(url, parts), username=username)
     if parts.query or parts.fragment:
         raise ConfigError(f"{url!r}: nothing may follow the place; write ? and # as %3F and %23")
     if "\0" in path:
         raise ConfigError(f"{url!r}: a path holds no NUL character")
     if parts.scheme == "embedded" and not parts.netloc:
         return Place(embedded=True, folder=path or None)
-    if parts.scheme == "unix" and path and not parts.netloc:
-        return Place(Address(path=path))
+    if parts.scheme == "unix" and path and not parts.netloc.rpartition("@")[2]:
+        return Place(Address(path=path), username=username)
     if parts.scheme == "tcp" and parts.hostname and parts.path in ("", "/"):
         port = _port(url, parts)
-        return Place(Address(host=parts.hostname, port=DEFAULT_PORT if port is None else port))
+        address = Address(host=parts.hostname, port=DEFAULT_PORT if port is None else port)
+        return Place(address, username=username)
     raise ConfigError(
         f"{url!r} is no store: use tcp://host:port, tls://host:port, unix:///path, "
         "embedded:///path or embedded:"

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pion_vllm_mlx.config import ADMIN_NAME
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.attention.cache import AttentionCache, AttentionSettings
 from pion_vllm_mlx.server.directory import Directory, Known
@@ -27,7 +28,7 @@ from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, 
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
 from pion_vllm_mlx.server.store.totals import Totals
-from pion_vllm_mlx.server.tenants import ADMIN_NAME, Tenant, owner_of, shown_name
+from pion_vllm_mlx.server.tenants import Tenant, owner_of, shown_name
 
 if TYPE_CHECKING:
     from pion_vllm_mlx.server.transactions import Transaction

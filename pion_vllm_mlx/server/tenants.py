@@ -13,14 +13,13 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from pion_vllm_mlx.config import ADMIN_NAME
 from pion_vllm_mlx.errors import CommandError, ConfigError, PermissionRefused
 from pion_vllm_mlx.server.command import Command
 from pion_vllm_mlx.server.inbound import MemoryInbound
 from pion_vllm_mlx.wire.resp import Arg
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-#: AUTH takes this user name for the admin.
-ADMIN_NAME = "default"
 
 
 @dataclass(frozen=True)

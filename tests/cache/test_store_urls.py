@@ -9,6 +9,7 @@ import pytest
 
 from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
+from pion_vllm_mlx.cache.resp_client import RespClient
 from pion_vllm_mlx.cache.store_client_endpoint import (
     Door,
     Endpoint,
@@ -34,6 +35,8 @@ from tests.conftest import free_port_block
         ("tcp://localhost:7", Place(Address(host="localhost", port=7))),
         ("tcp://10.0.0.1", Place(Address(host="10.0.0.1", port=1974))),
         ("unix:///run/a%20b", Place(Address(path="/run/a b"))),
+        ("tcp://team@localhost:7", Place(Address(host="localhost", port=7), username="team")),
+        ("unix://team@/run/s", Place(Address(path="/run/s"), username="team")),
         ("embedded:", Place(embedded=True)),
         ("embedded:///a%20b%23%3F", Place(embedded=True, folder="/a b#?")),
         ("embedded:///mit leer ü", Place(embedded=True, folder="/mit leer ü")),
@@ -43,7 +46,7 @@ def test_a_url_names_one_place(url: str, place: Place) -> None:
     assert parse_url(url) == place
 
 
-@pytest.mark.parametrize("url", ["tcp://:secret@host:1", "tcp://user@host"])
+@pytest.mark.parametrize("url", ["tcp://:secret@host:1", "tls://a:secret@h:1"])
 def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match="PION_REQUIREPASS") as refused:
         parse_url(url)
@@ -56,10 +59,25 @@ def test_what_would_be_cut_off_a_place_is_refused(url: str) -> None:
         parse_url(url)
 
 
-@pytest.mark.parametrize("url", ["", "host:1974", "redis://host", "embedded://a/b", "tcp://h:x"])
+BAD = ["", "host:1974", "redis://host", "embedded://a/b", "tcp://h:x"]
+
+
+@pytest.mark.parametrize("url", [*BAD, "tcp://@host:1", "embedded://team@/a", "unix://h/s"])
 def test_what_is_no_place_is_refused(url: str) -> None:
     with pytest.raises(ConfigError):
         parse_url(url)
+
+
+def test_a_user_without_a_password_is_refused_before_anything_is_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("PION_REQUIREPASS", raising=False)
+    with pytest.raises(ConfigError, match="team needs a password"):
+        PionPromptCache(url="tcp://team@localhost:1")
+    with pytest.raises(ConfigError, match="team needs a password"):
+        PionPromptCache(username="team")
+    with pytest.raises(ConfigError, match="team needs a password"):
+        RespClient(username="team")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import time
 
+from pion_vllm_mlx.config import ADMIN_NAME
 from pion_vllm_mlx.errors import (
     AuthenticationRequired,
     CommandError,
@@ -17,7 +18,6 @@ from pion_vllm_mlx.server.command_syntax import documented, parse
 from pion_vllm_mlx.server.commands.server_info import REDIS_VERSION
 from pion_vllm_mlx.server.memory_limit import limit
 from pion_vllm_mlx.server.session import Client, Context
-from pion_vllm_mlx.server.tenants import ADMIN_NAME
 from pion_vllm_mlx.wire.resp import Arg, Map, Simple, Value
 
 OK = Simple("OK")
