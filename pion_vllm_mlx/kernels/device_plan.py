@@ -180,7 +180,13 @@ def parts_of(dialect: Dialect, num_tiles: int, query: Query, way: Way) -> Parts:
 
 def _sharing_rows(query: Query) -> int:
     """Query rows that can share a key: lists of tokens share none."""
-    return 1 if query.tokens == 1 else int(np.bincount(query.head_map).max()) * query.num_queries
+    return 1 if query.tokens == 1 else _most_sharing(query.head_map.tobytes()) * query.num_queries
+
+
+@lru_cache(maxsize=64)
+def _most_sharing(head_map: bytes) -> int:
+    """Query heads of the KV head that has most."""
+    return int(np.bincount(np.frombuffer(head_map, dtype=np.uint8)).max())
 
 
 @lru_cache(maxsize=64)

@@ -137,3 +137,9 @@ def test_long_prefixes_are_cut_into_parts_and_merged(cuda: Bench, rng: np.random
         job = DenseJob(q, cases.prefix(rng, (2, 2000, 64), "bf16"), head_map, 3)
         found = cuda.attended(cuda.kernels.attend, job)
         device_cases.assert_close(found, reference.attend(job))
+
+
+def test_many_chosen_blocks_are_cut_into_parts(cuda: Bench, rng: np.random.Generator) -> None:
+    row = device_cases.dense_row(num_tokens=2000, head_map="groups of 4", num_suffix=5)
+    asked = {**row, "num_queries": None, "block_tokens": 48, "top": 24}
+    cuda.scored(device_cases.blocks_job(asked, rng), rng.standard_normal(41).astype(np.float32))
