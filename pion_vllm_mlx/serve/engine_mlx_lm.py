@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pion_vllm_mlx.cache.lineage import LineageOptions
 from pion_vllm_mlx.errors import PionError
@@ -32,6 +32,10 @@ from pion_vllm_mlx.serve.engine_child import (
 )
 from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
 from pion_vllm_mlx.serve.store_options import store_options
+
+if TYPE_CHECKING:
+    from pion_vllm_mlx.serve.attending import AttendingCache
+    from pion_vllm_mlx.serve.lineage_cache import CacheLimits
 
 log = logging.getLogger("pion_vllm_mlx.serve")
 
@@ -88,12 +92,16 @@ class Engine:
             log.warning("a model spread over %d processes is not stored", group.size())
             options = None
         limits = CacheLimits(named_entries(sys.argv, cli), cli.get("prompt_cache_bytes"))
-        cache = LineageCache(options, limits)
+        attending = self._attending(limits) if self._flags.attend else None
+        # an empty cache is false
+        cache = LineageCache(options, limits) if attending is None else attending
         server.stream_generate = SingleRequests(
-            server.stream_generate, cache, self._flags.durable_tokens
+            server.stream_generate if attending is None else attending.stream_generate,
+            cache,
+            self._flags.durable_tokens,
         )
         server._make_sampler = cache.spread.carrying(server._make_sampler)
-        generator = Generator(model_provider, cache)
+        generator = Generator(model_provider, cache, attending)
         if group.rank() != 0:
             generator.join()
             return
@@ -112,6 +120,13 @@ class Engine:
             httpd.serve_forever()
         generator.stop_and_join()
         cache.close(CLOSE_SECONDS)
+
+    def _attending(self, limits: CacheLimits) -> AttendingCache:
+        """The cache of ``--pion-attend``, over mlx-lm's own ``stream_generate``."""
+        from pion_vllm_mlx.serve.attending import AttendingCache
+
+        server: Any = importlib.import_module("mlx_lm.server")
+        return AttendingCache(limits, self._flags, self._link, server.stream_generate)
 
 
 def _quiet_progress() -> None:

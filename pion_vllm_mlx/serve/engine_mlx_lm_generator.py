@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pion_vllm_mlx.cache.padding import pads_wrongly
+from pion_vllm_mlx.serve.attended import Attending, Told
 from pion_vllm_mlx.serve.engine_mlx_lm_anchor import Anchors
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import (
     REFUSALS,
@@ -45,8 +46,12 @@ server: Any = importlib.import_module("mlx_lm.server")
 class Generator(server.ResponseGenerator):  # type: ignore[misc]
     """See the module's docstring."""
 
-    def __init__(self, model_provider: Any, cache: LineageCache) -> None:
+    def __init__(
+        self, model_provider: Any, cache: LineageCache, attending: Attending | None = None
+    ) -> None:
+        """With ``attending`` requests are served one at a time, as caches of that kind want it."""
         self.cache = cache
+        self._attending = attending
         self.ready = threading.Event()
         #: of the request that the calling HTTP thread asked for last.
         self.current = threading.local()
@@ -182,7 +187,8 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         if found is None:
             return None
         queue, *rest = found
-        return self._ends.behind(queue), *rest
+        queue = self._ends.behind(queue)
+        return queue if self._attending is None else Told(queue, self._attending), *rest
 
     def _log_cache_stats(self) -> None:
         """Nothing: a request has one line, and that is its plan's."""
@@ -191,13 +197,21 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         self._attach()
         self._served = args.model, tokenizer
         if self.cache.store is None:
-            return self._some_tokens(tokenizer, request, args)
+            found = self._some_tokens(tokenizer, request, args)
+            if self._attending is not None:
+                settings, prompt = self._template_settings(args), found[0]
+                anchor = self._anchors.length(tokenizer, request, settings, prompt)
+                self._attending.begins(prompt, anchor or 0)
+            return found
         prepared = taken_from(request, tokenizer) or self._prepared(tokenizer, request, args)
         plan = prepared.plan
         if plan is None or guarded(lambda: self.cache.plan(plan, prepared.anchor), None) is None:
             return prepared.tokenized
         segments, kinds = plan.segments()
         return (PlannedPrompt(plan), segments, kinds, *prepared.tokenized[3:])
+
+    def _is_batchable(self, args: Any) -> bool:
+        return self._attending is None and bool(super()._is_batchable(args))
 
     def _some_tokens(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """mlx-lm's ``_tokenize``; generation for all would end over a prompt of no tokens.

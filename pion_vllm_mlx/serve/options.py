@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pion_vllm_mlx import config
 from pion_vllm_mlx.serve.engine_process import EngineCommand
 from pion_vllm_mlx.serve.gate import Door, tenant_of
-from pion_vllm_mlx.serve.pion_flags import PionFlags, add_pion_flags
+from pion_vllm_mlx.serve.pion_flags import PionFlags, add_attend_flag, add_pion_flags
 
 DEFAULT_PORT = 8080
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -139,6 +139,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="let requests have the engine fetch images from any URL that it can reach",
     )
     add_pion_flags(parser)
+    add_attend_flag(parser)
     return parser
 
 
@@ -162,6 +163,8 @@ def parse(arguments: Sequence[str]) -> ServeOptions | None:
         word == "--model" or word.startswith("--model=") for word in rest
     ):
         parser.error("name the model: --model PATH_OR_REPOSITORY")
+    if known.pion_attend:
+        _refuse_beside_attend(parser, known, rest)
     return ServeOptions(
         host=known.host,
         port=known.port,
@@ -175,6 +178,19 @@ def parse(arguments: Sequence[str]) -> ServeOptions | None:
         pion=PionFlags.from_options(known),
         engine_arguments=tuple(rest),
     )
+
+
+def _refuse_beside_attend(
+    parser: argparse.ArgumentParser, known: argparse.Namespace, rest: Sequence[str]
+) -> None:
+    """Exits with code 2 for what ``--pion-attend`` cannot be had with."""
+    given = {word.partition("=")[0] for word in rest}
+    wrong = sorted(given & {"--kv-bits", "--draft-model"})
+    wrong += ["--no-pion"] if known.no_pion else []
+    wrong += ["--engine vllm-mlx"] if known.engine == "vllm-mlx" else []
+    wrong += ["--durable"] if known.durable else []
+    if wrong:
+        parser.error(f"--pion-attend does not go with {', '.join(wrong)}")
 
 
 def print_help(parser: argparse.ArgumentParser, engine: Engine) -> None:

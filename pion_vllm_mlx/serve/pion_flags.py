@@ -16,7 +16,7 @@ class PionFlags:
 
     ``host`` and ``port`` are None unless named: then the embedded server of the user's data
     folder is joined or started.  ``vquant`` None: rows keep the cache's own dtype.
-    ``durable_tokens`` 0: no COMMIT.
+    ``durable_tokens`` 0: no COMMIT. ``attend``: system prompts are attended at the store.
     """
 
     host: str | None = None
@@ -27,6 +27,7 @@ class PionFlags:
     enabled: bool = True
     durable_tokens: int = 0
     resume: bool = True
+    attend: bool = False
 
     @property
     def budget_bytes(self) -> int:
@@ -53,6 +54,7 @@ class PionFlags:
         if self.durable_tokens:
             words += ["--durable", str(self.durable_tokens)]
         words += [] if self.enabled else ["--no-pion"]
+        words += ["--pion-attend"] if self.attend else []
         return words if self.resume else [*words, "--no-resume"]
 
     @classmethod
@@ -67,6 +69,7 @@ class PionFlags:
             enabled=not options.no_pion,
             durable_tokens=options.durable,
             resume=not options.no_resume,
+            attend=bool(vars(options).get("pion_attend")),
         )
 
 
@@ -118,10 +121,21 @@ def add_pion_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_attend_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--pion-attend``, which is serve's alone: other commands are about conversations."""
+    parser.add_argument(
+        "--pion-attend",
+        action="store_true",
+        help="attend to system prompts at the store: their keys and values take no memory here; "
+        "requests are served one at a time, and conversations live in memory only",
+    )
+
+
 def take_pion_flags(arguments: Sequence[str]) -> tuple[PionFlags, list[str]]:
     """The flags of the store, and the arguments that are left."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_pion_flags(parser)
+    add_attend_flag(parser)
     options, rest = parser.parse_known_args(list(arguments))
     return PionFlags.from_options(options), rest
 

@@ -39,6 +39,11 @@ def test_durable_takes_a_number_or_none() -> None:
     assert parsed("--durable", "7").pion.durable_tokens == 7
 
 
+def test_attending_is_told_to_the_engine() -> None:
+    assert not parsed().pion.attend and "--pion-attend" not in parsed().command().arguments
+    assert "--pion-attend" in parsed("--pion-attend").command().arguments
+
+
 def test_a_vllm_mlx_model_is_a_word_of_the_engines() -> None:
     found = options.parse(["--engine", "vllm-mlx", "M", "--continuous-batching"])
     assert found is not None
@@ -58,6 +63,11 @@ def test_a_vllm_mlx_model_is_a_word_of_the_engines() -> None:
         (["--unload-after", "nan"], "--unload-after"),
         (["--pion-budget-gb", "-1"], "--pion-budget-gb"),
         (["--pion-min-gain", "-1"], "--pion-min-gain"),
+        (["--pion-attend", "--no-pion"], "--pion-attend does not go with --no-pion"),
+        (["--pion-attend", "--durable"], "--durable"),
+        (["--pion-attend", "--kv-bits=8"], "--kv-bits"),
+        (["--pion-attend", "--draft-model", "d"], "--draft-model"),
+        (["--pion-attend", "--engine", "vllm-mlx"], "--engine vllm-mlx"),
         (["--engine", "other"], "--engine"),
         (["--log-level", "loud"], "--log-level"),
     ],

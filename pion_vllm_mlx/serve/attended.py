@@ -1,0 +1,38 @@
+"""What the generator tells a cache whose prefixes are attended at the store, of each request."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+server: Any = importlib.import_module("mlx_lm.server")
+
+
+class Attending(Protocol):
+    """Told of the request that is served now; on the generation thread."""
+
+    def begins(self, tokens: Sequence[int], anchor: int) -> None:
+        """Its prompt, and where the system part of that ends; 0 where it has none."""
+
+    def answers(self, context: Any) -> None:
+        """mlx-lm's context of it, before its caches are fetched."""
+
+
+class _Queue(Protocol):
+    def put(self, item: Any) -> None: ...
+
+
+@dataclass(frozen=True)
+class Told:
+    """The queue of a request, whose context is told on its way to the client."""
+
+    queue: _Queue
+    attending: Attending
+
+    def put(self, item: Any) -> None:
+        """As the queue's own."""
+        if isinstance(item, server.GenerationContext):
+            self.attending.answers(item)
+        self.queue.put(item)
