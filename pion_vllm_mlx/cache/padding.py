@@ -2,9 +2,10 @@
 
 mlx-lm prefills several prompts as one batch, the shorter ones padded, and has a mask for the
 model. One that does not ask for it computes the padding into its recurrent state, with or
-without a cache of ours: mamba and rwkv7 do, and in mlx-lm 0.31 every model of ``models/ssm.py``
-(mamba2, falcon_h1, nemotron_h …), which forgets the mask where the state decays. One prompt at
-a time is right. Where the source looks like neither way, one at a time is taken.
+without a cache of ours: mamba and rwkv7 do. In mlx-lm 0.31 every recurrent model does, since
+the mask of empty caches that were merged masks nothing; those of ``models/ssm.py`` (mamba2,
+falcon_h1, nemotron_h …) forget it, besides, where the state decays. One prompt at a time is
+right. Where the source looks like neither way, one at a time is taken.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ def pads_wrongly(model: Any) -> bool:
 
     if not any(recurrent(cache) for cache in make_prompt_cache(model)):
         return False
+    if not _padding_is_masked():
+        return True
     modules = {type(part).__module__ for part in model.modules()}
     sources = [
         inspect.getsource(sys.modules[name]) for name in modules if name.startswith("mlx_lm.")
@@ -33,6 +36,16 @@ def pads_wrongly(model: Any) -> bool:
     if not any("create_ssm_mask" in source for source in sources):
         return True
     return any("from .ssm import" in source for source in sources) and not _decay_is_masked()
+
+
+def _padding_is_masked() -> bool:
+    """Whether the mask of two new prompts of different lengths leaves the padding out."""
+    from mlx_lm.models.cache import ArraysCache
+
+    merged = ArraysCache.merge([ArraysCache(1), ArraysCache(1)])
+    merged.prepare(lengths=[2, 1])
+    mask = merged.make_mask(2)
+    return mask is not None and mask.tolist() == [[True, True], [True, False]]
 
 
 def _decay_is_masked() -> bool:
