@@ -245,6 +245,30 @@ def test_eight_clients_at_once_get_what_each_would_get_alone(
         assert sum(reply.cached for reply in found) >= 0.9 * sum(map(len, texts))
 
 
+def test_a_full_cache_under_load_neither_stops_nor_throws_out_the_system_prompt(
+    tmp_path: Path, folders: Path, pion_server: RunningServer
+) -> None:
+    """Room for two of eight conversations in memory, and for a few in the store."""
+    system = {"role": "system", "content": "You answer in one short sentence. " * 6}
+    flags = ("--pion-budget-gb", "0.0026", "--prompt-cache-size", "2")
+
+    def chat(number: int) -> list[dict[str, str]]:
+        said = f"Client {number} asks: " + "and what is a prefix? " * 20
+        return [system, {"role": "user", "content": said}]
+
+    with running_engine(tmp_path, folders / "llama", *flags_of(pion_server), flags=flags) as engine:
+        alone = [engine.chat(chat(number)).tokens for number in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            for _ in range(4):
+                at_once = list(pool.map(lambda number: engine.chat(chat(number)), range(8)))
+                assert [reply.tokens for reply in at_once] == alone
+        stats = engine.until_stored()
+        assert stats["evicted"] >= 1 and stats["live_evictions"] >= 1
+        engine.restart()
+        found = engine.chat(chat(99))
+        assert found.cached >= len(system["content"])
+
+
 def test_the_engine_ends_with_its_front(engine: Engine) -> None:
     child = engine.running
     os.close(child.lifeline)
