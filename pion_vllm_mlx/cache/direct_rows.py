@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
+from pion_vllm_mlx.cache import evaluation
 from pion_vllm_mlx.cache.completion import Run
 from pion_vllm_mlx.cache.leaf import Side
 from pion_vllm_mlx.cache.mapped_files import MappedFiles, RowsInFile
@@ -126,19 +127,24 @@ class DirectRows:
     def fill(self) -> None:
         """Reads everything. Raises OSError, or StoreUnavailable for a file that ends early."""
         mx.eval([buffer for buffer, _ in self._buffers])
-        jobs: list[tuple[memoryview, Sequence[_Read]]] = []
-        for buffer, reads in self._buffers:
-            memory = memoryview(buffer)  # type: ignore[arg-type]
-            if memory.readonly or not memory.c_contiguous:
-                raise StoreUnavailable("MLX gives no writable memory of its arrays")
+        for _, reads in self._buffers:
             self.num_bytes += sum(one.count * one.rows.row_bytes * one.rows.heads for one in reads)
-            jobs.append((memory.cast("B"), reads))
         if self.num_bytes < _ALONE_BYTES:
-            for job in jobs:
-                _fill(*job)
-        else:
-            for _ in _threads().map(lambda job: _fill(*job), jobs):
-                pass
+            for buffer, reads in self._buffers:
+                _fill(_memory(buffer), reads)
+            return
+        jobs: list[Future[None]] = []
+        try:
+            for buffer, reads in self._buffers:  # under CUDA a memory costs a copy: others are read
+                jobs.append(_threads().submit(_fill, _memory(buffer), reads))
+            moved = []
+            for (buffer, _), job in zip(self._buffers, jobs, strict=True):
+                job.result()
+                if evaluation.on_cuda():
+                    moved.append(_on_its_way(buffer))
+            mx.eval(moved)
+        finally:
+            wait(jobs)  # none may still write when this gives up
 
     def close(self) -> None:
         """Closes the files."""
@@ -148,6 +154,23 @@ class DirectRows:
 
 def _start(span: _Span) -> int:
     return span.start
+
+
+def _memory(buffer: mx.array) -> memoryview:
+    memory = memoryview(buffer)  # type: ignore[arg-type]
+    if memory.readonly or not memory.c_contiguous:
+        raise StoreUnavailable("MLX gives no writable memory of its arrays")
+    return memory.cast("B")
+
+
+def _on_its_way(buffer: mx.array) -> mx.array:
+    """A reduction over ``buffer``, begun: the GPU's first use brings its pages to the GPU.
+
+    Beside the reading of the others: 268 MB took an H200 74 ms so, 77 to 98 ms one after the other.
+    """
+    used = buffer.max()
+    mx.async_eval(used)  # type: ignore[no-untyped-call]
+    return used
 
 
 def _fill(memory: memoryview, reads: Sequence[_Read]) -> None:
