@@ -62,11 +62,15 @@ class AttendingCache(LineageCache):
         flags: PionFlags,
         link: EngineLink,
         stream_generate: Callable[..., Iterator[Any]],
+        step_tokens: int | None = None,
     ) -> None:
-        """Puts the attention patch in place. Raises PionMlxCompatError for an unknown mlx-lm."""
+        """Puts the attention patch in place; a prefix is prefilled ``step_tokens`` at once.
+
+        Raises PionMlxCompatError for an unknown mlx-lm.
+        """
         super().__init__(None, limits)
         self._flags, self._link = flags, link
-        self._original = stream_generate
+        self._original, self._step_tokens = stream_generate, step_tokens
         self._pc: PionPromptCache | None = None
         self._key = ""
         self._now = _Request()
@@ -86,6 +90,7 @@ class AttendingCache(LineageCache):
             vquant=self._flags.vquant,
             url=self._flags.url,
             key_parts={"tenant": self._link.tenant} if self._link.tenant else {},
+            prefill_chunk_size=self._step_tokens,
             inproc_bytes=0,  # no copy of a prefix: that is what this is for
         )
         assert self._pc.source is not None

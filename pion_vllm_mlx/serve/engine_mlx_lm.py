@@ -92,7 +92,7 @@ class Engine:
             log.warning("a model spread over %d processes is not stored", group.size())
             options = None
         limits = CacheLimits(named_entries(sys.argv, cli), cli.get("prompt_cache_bytes"))
-        attending = self._attending(limits) if self._flags.attend else None
+        attending = self._attending(limits, cli) if self._flags.attend else None
         # an empty cache is false
         cache = LineageCache(options, limits) if attending is None else attending
         server.stream_generate = SingleRequests(
@@ -121,12 +121,13 @@ class Engine:
         generator.stop_and_join()
         cache.close(CLOSE_SECONDS)
 
-    def _attending(self, limits: CacheLimits) -> AttendingCache:
+    def _attending(self, limits: CacheLimits, cli: dict[str, Any]) -> AttendingCache:
         """The cache of ``--pion-attend``, over mlx-lm's own ``stream_generate``."""
         from pion_vllm_mlx.serve.attending import AttendingCache
 
         server: Any = importlib.import_module("mlx_lm.server")
-        return AttendingCache(limits, self._flags, self._link, server.stream_generate)
+        step = cli.get("prefill_step_size")
+        return AttendingCache(limits, self._flags, self._link, server.stream_generate, step)
 
 
 def _quiet_progress() -> None:

@@ -74,6 +74,11 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         self.current.context = found[0]
         return found
 
+    @property
+    def lacks(self) -> str:
+        """What there is nothing to explain of, where there is no store of conversations."""
+        return "store" if self._attending is None else "store of conversations: --pion-attend"
+
     def receipt(self) -> dict[str, Any] | None:
         """What the calling thread's request reused; None where it was not planned."""
         plan = self._plan_of_caller()
@@ -184,6 +189,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         if timeout is not None:  # nobody is being served
             self.cache.spread.finish()
         found = super()._next_request(timeout)
+        self.cache.spread.work(begun=found is not None)
         if found is None:
             return None
         queue, *rest = found

@@ -183,7 +183,7 @@ class Handler(server.APIHandler):  # type: ignore[misc]
     def _explain(self) -> None:
         cache = self.response_generator.cache
         if cache.store is None:
-            self._answer(200, {"sentence": "there is no store"})
+            self._answer(200, {"sentence": f"there is no {self.response_generator.lacks}"})
             return
         length = int(self.headers.get("Content-Length") or 0)
         if length <= len("{}"):

@@ -123,3 +123,4 @@ def test_a_layer_that_others_push_out_at_once_is_asked_twice_and_then_said(
         with pytest.raises(PushedOut, match="layer 0 .*--attend-budget"):
             forwards(model, cache, 0)
         assert warmed == [1]
+        assert pc.cold_rehydrates_observed == 2

@@ -189,3 +189,19 @@ def test_who_never_had_the_prefix_attends_to_it_by_name_and_length(
     cache = pion_vllm_mlx.make_pion_prompt_cache(model, "elsewhere", pc, len(ids))
     assert furthest(forwards(model, cache, 4), alone(model, ids, 4)) < 1e-5
     assert pc.hits == pc.misses == 0
+
+
+@pytest.mark.parametrize("lane", ["binary", "resp"])
+def test_over_the_wire_no_row_of_the_prefix_is_here(opened: Opener, lane: str) -> None:
+    model, held = tiny_model("llama"), []
+    for length in (40, 400):
+        ids, name = token_ids(length), f"apart {lane} {length}"
+        opened(model, lane).get_or_prefill(ids, name)
+        pc = opened(model, lane)  # which never had it
+        cache = pion_vllm_mlx.make_pion_prompt_cache(model, name, pc, length)
+        assert [entry.nbytes for entry in cache] == [0] * len(cache)
+        forwards(model, cache, 2)
+        fetched = pc.stats()["bytes_fetched"]
+        held.append((fetched, [(e.nbytes, e.keys_and_values()[0].shape) for e in cache]))
+    assert held[0] == held[1] and held[0][0] == 0
+    assert held[0][1][0][1][2] == len(SUFFIX) + 2

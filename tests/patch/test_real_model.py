@@ -70,6 +70,11 @@ def test_greedy_tokens_are_those_of_the_unpatched_model(
         pc.get_or_prefill(ids, f"prompt {number}")
         cache = pion_vllm_mlx.make_pion_prompt_cache(model, f"prompt {number}", pc, len(ids))
         found, _ = greedy(model, suffix, cache)
+        layers = len(cache)
+        assert {entry.lane for entry in cache} == {lane}
+        # windows see the prefix for a while, full layers always
+        assert layers + REPLY <= pc.stats()["attended"][lane] <= 2 * layers * (REPLY + 1)
         if found != wanted:
             first = next(i for i, (a, b) in enumerate(zip(found, wanted, strict=True)) if a != b)
             assert gaps[first] < NEAR, f"{lane}: token {first} differs, gap {gaps[first]}"
+            print(f"{lane}: token {first} differs, gap {gaps[first]:.2g}")

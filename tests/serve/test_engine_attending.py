@@ -123,6 +123,11 @@ def test_another_process_finds_the_system_prompt_and_computes_none_of_it(
         assert there.attended() >= served.whole * reply.usage["completion_tokens"]
 
 
+def test_there_is_nothing_to_explain_and_that_is_said(served: Served) -> None:
+    status, told = served.engine.request("/v1/pion/explain", {})
+    assert status == 200 and "--pion-attend" in told["sentence"]
+
+
 def test_what_has_no_system_part_is_served_as_ever(served: Served) -> None:
     before = served.attended()
     reply = served.chat([user("Nobody told me anything.")])

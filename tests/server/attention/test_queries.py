@@ -271,3 +271,9 @@ def test_nan_stays_in_its_row(ask: Asking) -> None:
     more = normal(85, 2, 3, 32), normal(86, 2, 3, 32)
     fused = floats(ask.fused(q, *more), 2, 5, 32)
     assert np.isnan(fused[1, 2]).all() and not np.isnan(fused[keep]).any()
+    assert ask.framed_ok(q, more, bytes([0, 1])) == fused.tobytes()
+    one = q[:, 2:3].copy()
+    for top in (1, 9):  # some blocks, and all of them
+        sparse = floats(auto(ask, one, 16, top, 2), 2, 32)
+        assert np.isnan(sparse[1]).all() and not np.isnan(sparse[0]).any()
+    np.testing.assert_allclose(sparse[0], wanted[0, 2], rtol=0, atol=1e-5)
