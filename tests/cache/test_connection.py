@@ -347,12 +347,11 @@ def test_garbage_is_the_store_being_unavailable(
 def test_a_silent_server_is_given_up_long_before_a_large_transfers_deadline(
     scripted: Callable[..., ScriptedServer],
 ) -> None:
+    # after HUNG the server itself would close, and that is another error
     server = scripted(says(b"$100000000\r\nsome of it"))
-    began = time.monotonic()
     with RespConnection(server.address, deadline_seconds=100 * HUNG, silence_seconds=SHORT) as it:
         with pytest.raises(DeadlineExceeded):
             it.fetch_into(["GET", "a"])
-    assert time.monotonic() - began < HUNG
 
 
 @pytest.mark.parametrize("cut", range(len(b"*2\r\n$3\r\nabc\r\n:1\r\n")))
@@ -382,14 +381,13 @@ def test_silence_ends_at_the_deadline(
 
 
 def test_a_trickle_ends_at_the_deadline_too(scripted: Callable[..., ScriptedServer]) -> None:
-    server = scripted(says(b"$1000\r\n", *[b"x"] * 1000, pause=0.02))
-    started = time.monotonic()
+    # who waits for the whole trickle gets a whole reply
+    server = scripted(says(b"$1000\r\n", *[b"x"] * 1000, b"\r\n", pause=0.02))
     with (
         RespConnection(server.address, deadline_seconds=SHORT) as connection,
         pytest.raises(DeadlineExceeded),
     ):
         connection.command("GET", "a")
-    assert time.monotonic() - started < 15, "1,000 pauses of 20 ms were waited for"
 
 
 def test_a_flood_without_a_reply_ends_at_the_deadline(
