@@ -304,3 +304,13 @@ def test_a_cold_slot_of_grouped_queries_is_warmed_with_the_stored_heads(
             pc.attend_store_layer("pushing", layer, row, row)
         assert np.allclose(call(), before, atol=1e-5)
         assert pc.cold_rehydrates_observed == count
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text"])
+def test_stage_2_of_a_model_that_cannot_have_it_is_counted_and_never_raised(
+    opened: Opener, family: str
+) -> None:
+    model, ids = tiny_model(family), token_ids(20)
+    staged = opened(model, stage2=True)
+    assert staged.get_or_prefill(ids, f"latent {family}")[0].offset == len(ids)
+    assert staged.stats()["store_failures"] == 1 and not staged.lookup(f"latent {family}")

@@ -54,3 +54,21 @@ def test_heads_without_kernels_are_refused_by_layer_when_the_cache_is_made(
     local.get_or_prefill(IDS, f"here {name}")
     cache = pion_vllm_mlx.make_pion_prompt_cache(model, f"here {name}", local, len(IDS))
     assert furthest(forwards(model, cache, STEPS), alone(model, IDS, STEPS)) < 1e-5
+
+
+@pytest.mark.parametrize("settings", [("int8", 0), ("mlx4g32", 0), ("mlx4g32", 1), ("fp8", 1)])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_a_prefix_stored_in_another_format_is_attended_as_it_is_read_back(
+    opened: Opener, family: str, settings: tuple[str, int]
+) -> None:
+    model = tiny_model(family)
+    options = dict(zip(("vquant", "boundary_protect"), settings, strict=True))
+    name = f"{family} {settings}"
+    opened(model, "binary", **options).get_or_prefill(IDS, name)
+    pc = opened(model, "binary", **options)
+    wanted = forwards(model, pc.get_or_prefill(IDS, name), STEPS)
+    assert pc.hits == 1
+    cache = pion_vllm_mlx.make_pion_prompt_cache(model, name, pc, len(IDS))
+    found = forwards(model, cache, STEPS)
+    assert cache[0].lane == "binary" and furthest(found, wanted) < 1e-5
+    assert furthest(alone(model, IDS, STEPS), wanted) > 1e-5

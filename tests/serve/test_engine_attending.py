@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +82,17 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
+def until_attended(served: Served) -> None:
+    """Right replies until the store, which is asked again after a moment, is used again."""
+    before = served.attended()
+    for attempt in range(50):
+        served.chat([TERSE, user(f"Is it back? {attempt}")])
+        if served.attended() > before:
+            return
+        time.sleep(0.1)
+    raise AssertionError("the store is not used again")
+
+
 @pytest.mark.parametrize("more", [{}, {"seed": 5}], ids=["plain", "seeded"])
 def test_a_reply_is_the_unpatched_one_and_its_system_part_was_attended_at_the_store(
     served: Served, more: dict[str, Any]
@@ -150,5 +164,27 @@ def test_a_store_that_was_killed_costs_a_prefill_and_no_reply(served: Served) ->
         assert served.engine.stats()["not_attended"] >= 1
     finally:
         served.store.start()
-    back = served.chat([TERSE, user("And back again.")])
-    assert only_system(back.cached)  # the live caches were given up
+    until_attended(served)
+
+
+def test_a_store_that_is_killed_within_a_reply_ends_it_with_an_error(served: Served) -> None:
+    body = {
+        "messages": [TERSE, user("Tell me everything.")],
+        "max_tokens": 4000,
+        "stream": True,
+        "temperature": 0,
+        "logit_bias": {"0": -100.0},
+    }
+    with served.engine.open("/v1/chat/completions", body) as answer:
+        while b"delta" not in answer.readline():
+            pass  # comments while the prompt is computed
+        served.store.kill()
+        try:
+            with contextlib.suppress(http.client.HTTPException, OSError):
+                rest = b""
+                while line := answer.readline():
+                    rest += line
+        finally:
+            served.store.start()
+    assert b"[DONE]" not in rest and b'"finish_reason": "' not in rest
+    until_attended(served)
