@@ -325,14 +325,21 @@ class LineageCache:
             return
         self.spread.add(lacking)
 
+        keeping = partial(tiers.store.keeping, given=True, schedule=self.spread.add)
+
         def store() -> None:
             with self.blocking.measured("store"):
-                keep = partial(tiers.store.keep, given=True, schedule=self.spread.add)
-                guarded(lambda: keep(ids, caches, kind), False)
+                take = guarded(lambda: keeping(ids, caches, kind), None)
+            if take is not None:
+                self.spread.one_a_step(partial(self._taking, take), first=True)
 
         # A reply's recurrent state would be a second state a turn: it stays in this process.
         if not (reply and tiers.recurrent):
             self.spread.one_a_step(store)
+
+    def _taking(self, take: Callable[[], bool]) -> None:
+        with self.blocking.measured("take"):
+            guarded(take, False)
 
     def _put(
         self, tiers: Tiers, ids: TokenIds, caches: list[Any], kind: str, lacking: list[Any]

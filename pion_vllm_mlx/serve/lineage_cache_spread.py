@@ -5,7 +5,7 @@ Made at once they hold up the next token of everybody else by as long as the who
 to be copied. Here each step of the batch carries along a piece: its sampled tokens depend on
 a few of the arrays, so that they are computed with the step, by the same call, and the thread
 that generates waits for nothing on our account.  What is to be done for each of several
-replies that end at once is done step by step, too.
+replies that end at once is done step by step, too, and not where a request has just begun.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Spread:
         self._parts: deque[_Part] = deque()
         self._waiting_bytes = 0
         self._jobs: deque[Then] = deque()
-        self._worked = False
+        self._asked = False
         self._sampled = False
         self._carrying = False
 
@@ -59,13 +59,21 @@ class Spread:
         self._parts.append(_Part(deque(arrays), then))
         self._waiting_bytes += sum(array.nbytes for array in arrays)
 
-    def one_a_step(self, job: Then) -> None:
-        """Does ``job`` now, if it is the first since the last step, else behind those before it."""
-        if self._worked:
-            self._jobs.append(job)
+    def one_a_step(self, job: Then, *, first: bool = False) -> None:
+        """Has ``job`` done between two steps that have no other; ``first``: before all others."""
+        if first:
+            self._jobs.appendleft(job)
         else:
-            self._worked = True
-            job()
+            self._jobs.append(job)
+
+    def work(self, begun: bool) -> None:
+        """Does the next job, unless a request has ``begun`` since the last step.
+
+        To be called once between two steps; where it was not, ``stepped`` does a job.
+        """
+        if not self._asked and not begun and self._jobs:
+            self._jobs.popleft()()
+        self._asked = True
 
     def carrying(self, make_sampler: Callable[..., Sampler]) -> Callable[..., Sampler]:
         """``make_sampler``, whose samplers' tokens carry pieces."""
@@ -94,13 +102,13 @@ class Spread:
         while self._parts and not self._parts[0].arrays:
             self._parts.popleft().then()
         if self._sampled:
-            self._sampled = self._worked = False
-            if self._jobs:
-                self.one_a_step(self._jobs.popleft())
+            self._sampled = False
+            if not self._asked and self._jobs:
+                self._jobs.popleft()()
+            self._asked = False
 
     def finish(self) -> None:
         """Does and schedules all that waits: nobody is held up."""
-        self._worked = False
         while self._jobs:
             self._jobs.popleft()()
         arrays = [array for part in self._parts for array in part.arrays]

@@ -134,6 +134,8 @@ def test_handing_caches_over_computes_nothing_and_takes_as_many_calls_for_more_r
     for prompt, caches in zip(prompts, held, strict=True):
         seen, cache.spread = Seen(prompt, Plan([*prompt, 1])), Spread()
         cache.insert_cache("m", seen, caches, cache_type="final")
+        while cache.spread._jobs:
+            cache.spread._jobs.popleft()()
         counts.append(sum(len(part.arrays) for part in cache.spread._parts))
     assert not evaluated
     assert counts[0] == counts[1] > 0
@@ -313,19 +315,53 @@ def test_a_lent_cache_stays_as_it_was_when_its_owner_cuts_it() -> None:
     assert [one.offset for one in lent.caches] == [50] * len(caches)
 
 
-def test_of_several_replies_that_end_at_once_one_a_step_is_seen_to() -> None:
-    spread, done = Spread(), []
-    for number in range(3):
+def numbered(spread: Spread, done: list[int], count: int) -> None:
+    for number in range(count):
         spread.one_a_step(lambda number=number: done.append(number))  # type: ignore[misc]
+
+
+def test_of_several_replies_that_end_at_once_one_a_step_is_seen_to() -> None:
+    spread = Spread()
+    done: list[int] = []
+    numbered(spread, done, 3)
+    spread.work(begun=False)
+    spread.work(begun=False)
     assert done == [0]
-    spread.stepped()  # a second client is told something in the same step
+    spread.stepped()  # a client is told something, before there is a step
+    spread.work(begun=False)
     assert done == [0]
     spread.carried(mx.array([1]))
     spread.stepped()
-    spread.stepped()
+    spread.stepped()  # a second client is told something in the same step
+    assert done == [0]
+    spread.work(begun=False)
     assert done == [0, 1]
     spread.finish()
     assert done == [0, 1, 2]
+
+
+def test_what_waits_for_a_step_does_not_come_on_top_of_a_request_that_begins() -> None:
+    spread = Spread()
+    done: list[int] = []
+    numbered(spread, done, 2)
+    spread.one_a_step(lambda: done.append(9), first=True)
+    for _ in range(3):
+        spread.work(begun=True)
+        spread.carried(mx.array([1]))
+        spread.stepped()
+    assert done == []
+    spread.work(begun=False)
+    assert done == [9]
+
+
+def test_where_no_request_is_asked_for_between_two_steps_what_waits_is_done_all_the_same() -> None:
+    spread = Spread()
+    done: list[int] = []
+    numbered(spread, done, 2)
+    for expected in ([0], [0, 1]):
+        spread.carried(mx.array([1]))
+        spread.stepped()
+        assert done == expected
 
 
 def test_an_end_is_told_with_its_own_caches_and_not_before() -> None:
@@ -354,6 +390,7 @@ def test_caches_of_a_model_never_reach_the_tiers_of_the_next(server: RunningServ
     for prompt in prompts:
         seen = Seen(prompt, Plan([*prompt, 1]))
         cache.insert_cache("m", seen, filled(model, prompt), cache_type="final")
+    cache.spread.work(begun=False)
     assert len(cache) == 1  # the second waits for a step
     cache.attach(other, None)
     cache.spread.finish()

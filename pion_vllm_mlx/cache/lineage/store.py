@@ -220,21 +220,47 @@ class LineageStore(Stored):
         they were not taken: nothing new, the queue is full, a cache that does not fit. Never
         raises for a reason of the store.
         """
+        take = self.keeping(tokens, caches, kind, given=given, schedule=schedule)
+        return take is not None and take()
+
+    def keeping(
+        self,
+        tokens: Tokens,
+        caches: Sequence[Any],
+        kind: KeepKind = "final",
+        *,
+        given: bool = False,
+        schedule: Schedule = at_once,
+    ) -> Callable[[], bool] | None:
+        """``keep`` in two steps: what is left to do, on this thread, before anything else is kept.
+
+        None where nothing is.
+        """
         ids, why = token_ids(tokens)
         if ids is None or self._bypass is not None or ids.size < self._least:
             self._counters.add("not_kept", why=why or self._bypass or "the prompt is too short")
-            return False
+            return None
         since, known = self._recent.since(ids)
         if since.rows == since.fresh == ids.size and (known or not self._shape.stateful):
             self._counters.add("known")
-            return False
-        try:
-            taken = self._taken(caches, int(ids.size), since, given)
-        except UnsupportedCache as error:
-            self._faults.refused(error)
-            return False
+            return None
         anchor = self._anchors.longest(ids)
         anchor = anchor if since.rows < anchor else 0  # else it is stored, or inside of something
+
+        def take() -> bool:
+            try:
+                taken = self._taken(caches, int(ids.size), since, given)
+            except UnsupportedCache as error:
+                self._faults.refused(error)
+                return False
+            return self._queued(ids, kind, taken, anchor, schedule)
+
+        return take
+
+    def _queued(
+        self, ids: TokenIds, kind: KeepKind, taken: Taken, anchor: int, schedule: Schedule
+    ) -> bool:
+        """Has ``taken`` written when its arrays are scheduled; False where the queue is full."""
         key = self._key
 
         def write() -> None:
