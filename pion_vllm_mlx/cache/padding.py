@@ -42,7 +42,8 @@ def _padding_is_masked() -> bool:
     """Whether the mask of two new prompts of different lengths leaves the padding out."""
     from mlx_lm.models.cache import ArraysCache
 
-    merged = ArraysCache.merge([ArraysCache(1), ArraysCache(1)])
+    kind: Any = ArraysCache
+    merged = kind.merge([kind(1), kind(1)])
     merged.prepare(lengths=[2, 1])
     mask = merged.make_mask(2)
     return mask is not None and mask.tolist() == [[True, True], [True, False]]
