@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.arguments import word
 from pion_vllm_mlx.server.command import Effect, Reply
 from pion_vllm_mlx.server.keyspace.changes import Change, Verb, change
-from pion_vllm_mlx.server.keyspace.glob import compiled
+from pion_vllm_mlx.server.keyspace.glob import Matches, matcher
 from pion_vllm_mlx.server.keyspace.values import kind_of
 from pion_vllm_mlx.server.keyspace_command import (
     INT64,
@@ -26,6 +28,9 @@ OK = Simple("OK")
 #: keys that one step of SCAN looks at, at least: a small keyspace needs one step.
 _SCAN_STEP = 1000
 _MAX_SCAN_STEP = 1_000_000
+#: names of fewer bytes are matched at once, others in turns that last so long.
+_AT_ONCE_BYTES = 8 << 10
+_TURN_SECONDS = 0.002
 _CURSOR = re.compile(rb"[0-9]{1,20}")
 
 
@@ -170,13 +175,41 @@ def _own_names(context: Context) -> Iterator[bytes]:
     return (name[len(mine) :] for name in names if name.startswith(mine))
 
 
+def _at_leisure(
+    context: Context,
+    names: Sequence[bytes],
+    wanted: Matches,
+    reply: Callable[[list[bytes]], Reply] = list,
+) -> Reply | Awaitable[Reply]:
+    """A reply of the names that are wanted; where that takes long, others have their turns.
+
+    A transaction is of one moment: there nobody has.
+    """
+    if context.overlay is not None or sum(map(len, names)) < _AT_ONCE_BYTES:
+        return reply([name for name in names if wanted(name)])
+    return _in_turns(names, wanted, reply)
+
+
+async def _in_turns(
+    names: Sequence[bytes], wanted: Matches, reply: Callable[[list[bytes]], Reply]
+) -> Reply:
+    found: list[bytes] = []
+    ends_at = time.monotonic() + _TURN_SECONDS
+    for name in names:
+        if wanted(name):
+            found.append(name)
+        if time.monotonic() > ends_at:
+            await asyncio.sleep(0)
+            ends_at = time.monotonic() + _TURN_SECONDS
+    return reply(found)
+
+
 @reads("KEYS", 2, "The keys that match a pattern.", syntax="pattern", keys=None, tenant=True)
-def keys(context: Context, args: list[Arg]) -> Reply:
+def keys(context: Context, args: list[Arg]) -> Reply | Awaitable[Reply]:
     pattern = word(args[1])
     if pattern == b"*":
         return list(_own_names(context))
-    matches = compiled(pattern).fullmatch
-    return [name for name in _own_names(context) if matches(name)]
+    return _at_leisure(context, list(_own_names(context)), matcher(pattern))
 
 
 def _scanned(context: Context, cursor: int, step: int) -> tuple[int, list[bytes]]:
@@ -197,7 +230,7 @@ def _scanned(context: Context, cursor: int, step: int) -> tuple[int, list[bytes]
     keys=None,
     tenant=True,
 )
-def scan(context: Context, args: list[Arg]) -> Reply:
+def scan(context: Context, args: list[Arg]) -> Reply | Awaitable[Reply]:
     cursor_text = word(args[1])
     if not _CURSOR.fullmatch(cursor_text) or int(cursor_text) >= 1 << 64:
         raise CommandError("invalid cursor")
@@ -219,13 +252,13 @@ def scan(context: Context, args: list[Arg]) -> Reply:
     view = context.keys
     step = min(max(count, _SCAN_STEP), _MAX_SCAN_STEP)
     cursor, names = _scanned(context, int(cursor_text), step)
-    matches = compiled(pattern).fullmatch
-    found: list[bytes] = []
-    for name in names:
+    matches = matcher(pattern)
+
+    def wanted(name: bytes) -> bool:
         entry = view.entry(context.stored(name))
-        if entry is not None and matches(name) and kind in ("", kind_of(entry.value)):
-            found.append(name)
-    return [b"%d" % cursor, found]
+        return entry is not None and matches(name) and kind in ("", kind_of(entry.value))
+
+    return _at_leisure(context, names, wanted, lambda found: [b"%d" % cursor, found])
 
 
 @reads("DBSIZE", 1, "Number of keys.", keys=None)

@@ -115,7 +115,9 @@ def layer_chunks(rows: LayerRows, wanted: Wanted) -> list[Chunk]:
     if _as_stored(rows, wanted):
         return list(_ranges(rows, wanted))
     length = (wanted.end - wanted.start) * wanted.value_bytes(rows)
-    return [Computed(length, lambda: _converted(rows, wanted))]
+    # sent while others write: all of it is of this moment
+    then = rows.as_now(wanted.start, wanted.end)
+    return [Computed(length, lambda: _converted(then, wanted))]
 
 
 def _wanted(args: list[Arg], options: list[Arg]) -> Wanted:
@@ -162,8 +164,10 @@ async def _reply(
 
 async def _by_id(context: Context, session: Session, layer: int, ids: list[int]) -> Reply:
     """Float32 rows of the given tokens; nil when none of them is stored."""
-    rows = session.layers.get(layer)
-    if rows is None or not any(True for token in ids for _ in rows.covering(token, token + 1)):
+    stored = session.layers.get(layer)
+    # sent while others write: all of it is of this moment
+    rows = None if stored is None else stored.as_now(min(ids), max(ids) + 1)
+    if rows is None or not any(map(rows.shows, ids)):
         context.state.touch(session)
         context.store.counters.fetches += 1
         return None
@@ -173,6 +177,8 @@ async def _by_id(context: Context, session: Session, layer: int, ids: list[int])
         raise CommandError(f"{WHERE}: opaque rows need FMT STORED")
     if not await verified(context.store, [session]):
         raise CommandError(f"{WHERE}: session not found (its rows did not verify)")
+    if context.state.sessions.get(session.sid) is not session:
+        raise CommandError(f"{WHERE}: session not found")
 
     def windows() -> Iterator[memoryview]:
         for token in ids:

@@ -78,6 +78,10 @@ class Extent(NamedTuple):
     row: int
 
 
+def _end(extent: Extent) -> int:
+    return extent.end
+
+
 @dataclass(slots=True)
 class LayerRows:
     """The rows of one layer: its spec, its token count and which run shows where."""
@@ -133,10 +137,26 @@ class LayerRows:
 
     def covering(self, start: int, end: int) -> Iterator[Extent]:
         """The extents that show rows of ``[start, end)``, clipped to it."""
-        for extent in self.extents:
+        extents = self.extents
+        for index in range(bisect.bisect_right(extents, start, key=_end), len(extents)):
+            extent = extents[index]
+            if extent.start >= end:
+                return
             first, last = max(extent.start, start), min(extent.end, end)
             if first < last:
                 yield Extent(first, last, extent.run, extent.row + first - extent.start)
+
+    def shows(self, token: int) -> bool:
+        """Whether there is a row of a token."""
+        index = bisect.bisect_right(self.extents, token, key=_end)
+        return index < len(self.extents) and self.extents[index].start <= token
+
+    def as_now(self, start: int, end: int) -> LayerRows:
+        """What rows ``[start, end)`` show at this moment, for a thread that reads them later.
+
+        Its runs keep their place, and a file that goes meanwhile can be read to its end.
+        """
+        return LayerRows(self.spec, self.count, list(self.covering(start, end)))
 
     def runs(self) -> list[Run]:
         """Every run that shows, in order of position, each once."""
