@@ -132,16 +132,6 @@ class Whole:
     record: str
 
 
-class PushedOut(ColdMiss):
-    """A slot was cold again as soon as it was warm: more is attended than the server holds."""
-
-    def __init__(self, slot: Slot) -> None:
-        super().__init__(
-            f"layer {slot.layer} of {slot.sid} was pushed out again before it was asked: the "
-            "server attends to more at once than its slots, or its --attend-budget, hold"
-        )
-
-
 def is_missing(error: CommandError) -> bool:
     """Whether a refusal says that the server has no such slot."""
     return type(error) is CommandError and error.sentence.startswith("session not found")
@@ -232,7 +222,7 @@ class AttendClient:
         """What ``call`` returns; for a cold slot once more, after its layer was warmed.
 
         Raises what ``call`` raises: the first ColdMiss where nothing could be warmed,
-        OutOfMemory where the layer does not fit the server, PushedOut for a second ColdMiss.
+        OutOfMemory where the layer does not fit the server.
         """
         try:
             return call()
@@ -253,12 +243,15 @@ class AttendClient:
             raise because
 
     def last_try(self, slot: Slot, call: Callable[[], T]) -> T:
-        """What ``call`` returns. Raises PushedOut where the slot is cold again already."""
+        """What ``call`` returns. Raises ColdMiss, and says why, where it is cold again already."""
         try:
             return call()
         except ColdMiss as error:
             self.cold_misses += 1
-            raise PushedOut(slot) from error
+            raise ColdMiss(
+                f"layer {slot.layer} of {slot.sid} was pushed out again before it was asked: the "
+                "server attends to more at once than its slots, or its --attend-budget, hold"
+            ) from error
 
     # -- queries ------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class RemotePrefix:
     def _ask(self, layer: int, like: Floats, call: Callable[[Slot], T]) -> T:
         """What ``call`` returns; ``like`` is ``[H_kv, …, D]``. Once more after warming.
 
-        Raises PushedOut where others take the room of this layer as soon as it is warm.
+        Raises ColdMiss where others take the room of this layer as soon as it is warm.
         """
         slot, heads, dim = self._slot(layer), like.shape[0], like.shape[2]
         try:

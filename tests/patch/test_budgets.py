@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import pion_vllm_mlx
-from pion_vllm_mlx.cache.attend_client import AttendClient, PushedOut
-from pion_vllm_mlx.errors import OutOfMemory, StoreUnavailable
+from pion_vllm_mlx.cache.attend_client import AttendClient
+from pion_vllm_mlx.errors import ColdMiss, OutOfMemory, StoreUnavailable
 from tests.conftest import RunningServer
 from tests.models import tiny_model, token_ids
 from tests.patch.conftest import Opener, alone, forwards, furthest
@@ -120,7 +120,7 @@ def test_a_layer_that_others_push_out_at_once_is_asked_twice_and_then_said(
             return done
 
         monkeypatch.setattr(AttendClient, "warm", and_pushed_out)
-        with pytest.raises(PushedOut, match="layer 0 .*--attend-budget"):
+        with pytest.raises(ColdMiss, match="layer 0 .*--attend-budget"):
             forwards(model, cache, 0)
         assert warmed == [1]
         assert pc.cold_rehydrates_observed == 2
