@@ -51,11 +51,11 @@ def lineage_options(
     options = store_options(flags, link)
     if options is None:
         return None
-    quantized = cli.get("kv_bits") is not None and not cli.get("quantized_kv_start")
     return replace(
         options,
-        kv_bits=cli["kv_bits"] if quantized else None,
+        kv_bits=cli.get("kv_bits"),
         kv_group_size=int(cli.get("kv_group_size") or 64),
+        quantized_kv_start=int(cli.get("quantized_kv_start") or 0),
     )
 
 

@@ -77,7 +77,10 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
     @property
     def lacks(self) -> str:
         """What there is nothing to explain of, where there is no store of conversations."""
-        return "store" if self._attending is None else "store of conversations: --pion-attend"
+        if self._attending is not None:
+            return "store of conversations: --pion-attend"
+        bypass = self.cache.bypass
+        return f"store for this model: {bypass}" if bypass else "store"
 
     def receipt(self) -> dict[str, Any] | None:
         """What the calling thread's request reused; None where it was not planned."""

@@ -118,6 +118,11 @@ class LineageCache:
         tiers = self._tiers
         return None if tiers is None else tiers.store
 
+    @property
+    def bypass(self) -> str:
+        """Why nothing of this model is stored, "" where something is, or nothing is to be."""
+        return (self._store.bypass or "") if self._store is not None else ""
+
     def close(self, timeout: float = 10.0) -> None:
         """Writes what waits, and lets the store go."""
         if self._store is not None:

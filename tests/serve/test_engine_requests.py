@@ -155,6 +155,32 @@ def test_quantized_caches_are_kept_as_they_are(
         assert edited.cached == 200
 
 
+def test_caches_that_are_quantized_later_on_neither_give_nor_take_rows_of_a_plain_model(
+    tmp_path: Path, models: Path, store: tuple[str, ...], engine: Engine
+) -> None:
+    if "--kv-bits" not in inspect.getsource(importlib.import_module("mlx_lm.server")):
+        pytest.skip("this mlx-lm's server quantizes no caches")
+    text = "Later on. " + TEXT
+    flags = ("--kv-bits", "4", "--kv-group-size", "32", "--prefill-step-size", "64")
+    late = ("--quantized-kv-start", "64")
+    with running_engine(tmp_path, models / "llama", "--no-pion", flags=flags + late) as plain:
+        wanted = plain.complete(text)
+    engine.complete(text)
+    engine.until_stored()
+    listed = engine.stats()["written"]
+    for more in (late, ()):  # mlx-lm's own default lies beyond any of these prompts
+        with running_engine(tmp_path, models / "llama", *store, flags=flags + more) as quantized:
+            first = quantized.complete(text)
+            assert first.cached == 0
+            assert first.tokens == wanted.tokens or not more
+            told = quantized.output()
+            assert told.count("--quantized-kv-start 0 has them stored") == 1
+            sentence = quantized.request("/v1/pion/explain", {})[1]["sentence"]
+            assert "--quantized-kv-start 0" in sentence
+            assert quantized.stats()["bypass"] and not quantized.stats().get("written")
+    assert engine.stats()["written"] == listed
+
+
 @pytest.mark.parametrize("family", ["llama", "mamba"])
 def test_without_a_store_it_is_mlx_lm_s_server_that_outlives_exact_repeats(
     tmp_path: Path, models: Path, family: str

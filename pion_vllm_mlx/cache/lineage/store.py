@@ -91,6 +91,7 @@ class LineageStore(Stored):
         self._swept = False
         weakref.finalize(self, _close, self._background, self._front, self._back)
         try:
+            _refuse_late_quantizing(self.options)
             shape = Shape.of(model, draft_model, self.options.kv_bits, self.options.kv_group_size)
             self._model_key = ModelKey(model, draft_model, self.options)
             self._key = self._model_key.current()
@@ -410,6 +411,18 @@ class LineageStore(Stored):
                 log.warning("stored rows dropped: %s", error)
 
         self._in_background(run)
+
+
+def _refuse_late_quantizing(options: LineageOptions) -> None:
+    """Raises UnsupportedCache where the same prompt has plain caches first, then others.
+
+    Neither are the plain model's: what follows a quantized row was computed from it.
+    """
+    if options.kv_bits is not None and options.quantized_kv_start > 0:
+        raise UnsupportedCache(
+            f"KV caches that are quantized from token {options.quantized_kv_start:,} on: "
+            "--quantized-kv-start 0 has them stored"
+        )
 
 
 def _close(background: Background, *clients: Any) -> None:

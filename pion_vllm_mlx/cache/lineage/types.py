@@ -32,8 +32,9 @@ class LineageOptions:
     further parts of the key: tokenizer, template, adapter, API key or tenant.
     ``checkpoints=False`` gives exact-prefix behaviour. ``resume=False`` keeps no journal,
     ``durable`` has every store flushed to stable storage. ``queue_bytes`` caps what waits to be
-    written. ``kv_bits`` and ``kv_group_size`` say that the engine quantizes its KV caches from
-    the first token on, as mlx-lm's ``quantized_kv_start=0`` does.
+    written. ``kv_bits`` and ``kv_group_size`` say that the engine quantizes its KV caches, from
+    the first token on where ``quantized_kv_start`` is 0. From a later one on it has plain caches
+    first and rewrites them at a boundary that the step of its prefill sets: nothing is stored.
     """
 
     url: str = "embedded:"
@@ -50,6 +51,7 @@ class LineageOptions:
     queue_bytes: int = 2 * GIGABYTE
     kv_bits: int | None = None
     kv_group_size: int = 64
+    quantized_kv_start: int = 0
 
     def __post_init__(self) -> None:
         if self.budget_bytes < 0 or self.queue_bytes < 1:
