@@ -80,6 +80,7 @@ def parse(arguments: Sequence[str]) -> EngineArguments:
     named, rest = own.parse_known_args(rest)
     model = [named.model] if named.model else []
     parser = create_parser()
+    parser.prog = "vllm-mlx"
     serve = parser.parse_args(["serve", *model, *rest, "--continuous-batching"])
     for name, reason in OTHER_CACHES.items():
         if vars(serve)[name]:

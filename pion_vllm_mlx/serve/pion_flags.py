@@ -82,7 +82,7 @@ def add_pion_flags(parser: argparse.ArgumentParser) -> None:
         help="server of the store (default: the embedded one of the data folder)",
     )
     group.add_argument(
-        "--pion-port", type=_port, metavar="PORT", help="its port (with --pion-host: 1974)"
+        "--pion-port", type=port, metavar="PORT", help="its port (with --pion-host: 1974)"
     )
     group.add_argument(
         "--pion-vquant", metavar="FORMAT", help="storage format (default: the cache's own dtype)"
@@ -140,7 +140,8 @@ def take_pion_flags(arguments: Sequence[str]) -> tuple[PionFlags, list[str]]:
     return PionFlags.from_options(options), rest
 
 
-def _port(text: str) -> int:
+def port(text: str) -> int:
+    """A port on a command line."""
     number = int(text)
     if not 0 < number < 65536:
         raise argparse.ArgumentTypeError("a port is 1 to 65535")

@@ -29,6 +29,7 @@ from pion_vllm_mlx.tools.lineage_access import (
     may_be_of,
 )
 from pion_vllm_mlx.tools.prompt_file import SUFFIX
+from pion_vllm_mlx.tools.request_file import refuse_missing_model
 from pion_vllm_mlx.tools.store_access import add_url, duration_text, size_text
 
 WORD_TOKENS = 24
@@ -106,6 +107,7 @@ def _tokenizer(model: str) -> tuple[dict[str, Any], Any]:
     """Configuration and tokenizer of a model. Raises ConfigError."""
     from mlx_lm.utils import _download, load_config, load_tokenizer
 
+    refuse_missing_model(model)
     try:
         folder = _download(model, allow_patterns=["*.json", "*.txt", "*.model", "*.jinja", "*.py"])
         tokenizer = load_tokenizer(folder)  # type: ignore[no-untyped-call]
@@ -233,6 +235,7 @@ def _require_key(options: argparse.Namespace) -> None:
     from pion_vllm_mlx.tools.served_model import ServedModel, with_served_model
 
     record, _ = conversation_file.read_key(options.file)
+    refuse_missing_model(options.model)
     form = record.identity["format"]
     flags = PionFlags(vquant=None if form == NATIVE else form)
 

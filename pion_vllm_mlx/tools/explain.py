@@ -27,6 +27,7 @@ def main(arguments: Sequence[str]) -> int:
         return _of_request(arguments)
     parser = argparse.ArgumentParser(
         prog="pion-vllm-mlx explain",
+        usage="%(prog)s NAMESPACE [flags], or %(prog)s (--request BODY.json | --last) [flags]",
         description="What a store has under a namespace, and why a lookup hits or misses. "
         "Exit code 0: a whole prefix is there; 1: none is.",
         epilog="About a request of serve: --request BODY.json or --last, with --help for more.",

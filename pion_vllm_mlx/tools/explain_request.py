@@ -10,6 +10,8 @@ import argparse
 import contextlib
 import http.client
 import json
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +21,15 @@ from pion_vllm_mlx import config
 from pion_vllm_mlx.errors import ConfigError, StoreUnavailable
 from pion_vllm_mlx.serve.chat_form import APIS
 from pion_vllm_mlx.serve.options import DEFAULT_PORT
-from pion_vllm_mlx.serve.pion_flags import PionFlags, add_pion_flags
+from pion_vllm_mlx.serve.pion_flags import PionFlags, add_pion_flags, port
 from pion_vllm_mlx.tools.explain_advice import causes
-from pion_vllm_mlx.tools.request_file import api_of, engine_body, parse, read_bytes
+from pion_vllm_mlx.tools.request_file import (
+    api_of,
+    engine_body,
+    parse,
+    read_bytes,
+    refuse_missing_model,
+)
 
 Json = dict[str, Any]
 
@@ -82,7 +90,11 @@ def main(arguments: Sequence[str]) -> int:
     chat = engine_body(options.request, body, api) if body else None
     found = {**told, "causes": causes(told, chat) if "common" in told else []}
     print(json.dumps(found) if options.json else "\n".join(lines(found)))
-    return 0 if told.get("restorable") else 1
+    code = 0 if told.get("restorable") else 1
+    if options.engine == "vllm-mlx" and "vllm_mlx" in sys.modules:  # see with_vllm_mlx
+        sys.stdout.flush()
+        os._exit(code)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,12 +112,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--api", choices=APIS, help="whose body it is (default: by its fields)")
     parser.add_argument("--host", default="127.0.0.1", help="of the serve to ask")
     parser.add_argument(
-        "--port", type=int, default=DEFAULT_PORT, help=f"and its port (default: {DEFAULT_PORT})"
+        "--port", type=port, default=DEFAULT_PORT, help=f"and its port (default: {DEFAULT_PORT})"
     )
     parser.add_argument(
         "--api-key", metavar="KEY", help="the key that serve has (default: $PION_API_KEY)"
     )
     parser.add_argument("--model", help="without a running serve: the model that would be asked")
+    parser.add_argument(
+        "--engine", choices=("mlx-lm", "vllm-mlx"), default="mlx-lm", help="and its engine"
+    )
     parser.add_argument(
         "--no-normalize", action="store_true", help="as serve's: keep metadata of agents"
     )
@@ -138,11 +153,17 @@ def _told(options: argparse.Namespace, words: Sequence[str], body: Json | None) 
 
 
 def _without_serve(options: argparse.Namespace, words: Sequence[str], body: Json) -> Json:
+    api, normalize = options.api or api_of(body), not options.no_normalize
+    chat = engine_body(options.request, body, api, normalize=normalize)
+    refuse_missing_model(options.model)
+    flags, words = PionFlags.from_options(options), ["--model", options.model, *words]
+    if options.engine == "vllm-mlx":
+        from pion_vllm_mlx.tools import vllm_mlx_app
+
+        return vllm_mlx_app.explain(flags, options.api_key, words, chat)
     from pion_vllm_mlx.serve.explained import explained
     from pion_vllm_mlx.tools.served_model import ServedModel, with_served_model
 
-    api, normalize = options.api or api_of(body), not options.no_normalize
-    chat = engine_body(options.request, body, api, normalize=normalize)
     found: list[Json] = []
 
     def use(served: ServedModel) -> int:
@@ -154,8 +175,7 @@ def _without_serve(options: argparse.Namespace, words: Sequence[str], body: Json
             store.close()
         return 0
 
-    flags = PionFlags.from_options(options)
-    with_served_model(flags, options.api_key, ["--model", options.model, *words], use)
+    with_served_model(flags, options.api_key, words, use)
     return found[0]
 
 

@@ -170,7 +170,7 @@ def read_file(path: Path) -> tuple[str, CompletionRecord, StoredCache]:
         if missing:
             raise DamagedData(f"{path}: {missing}; copy it whole, or export it again") from error
         raise DamagedData(
-            f"{path}: mlx-lm {version('mlx-lm')} does not read it: {error}"
+            f"{path} is no prompt cache that mlx-lm {version('mlx-lm')} reads: {error}"
         ) from error
     text = metadata.get(RECORD_KEY) if isinstance(metadata, dict) else None
     if not isinstance(text, str):

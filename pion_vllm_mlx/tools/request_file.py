@@ -1,4 +1,7 @@
-"""A request's body out of a file, as the front of ``serve`` would pass it to its engine."""
+"""A request's body out of a file, as the front of ``serve`` would pass it to its engine.
+
+And what else a tool checks before it loads a model.
+"""
 
 from __future__ import annotations
 
@@ -31,6 +34,13 @@ def parse(path: Path, raw: bytes) -> Json:
         return checks.parse_object(raw)
     except ApiError as error:
         raise ConfigError(f"{path}: {error.message}") from error
+
+
+def refuse_missing_model(model: str) -> None:
+    """Raises ConfigError for a path that is none: it would be taken for a repository's name."""
+    names_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
+    if names_path and not Path(model).exists():
+        raise ConfigError(f"the model {model} cannot be loaded: there is no such folder")
 
 
 def api_of(body: Json) -> str:

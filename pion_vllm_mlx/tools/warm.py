@@ -25,7 +25,13 @@ from pion_vllm_mlx.serve.chat_form import APIS
 from pion_vllm_mlx.serve.engine_mlx_lm_single import Prefill
 from pion_vllm_mlx.serve.normalize import strip_metadata
 from pion_vllm_mlx.serve.pion_flags import PionFlags, add_pion_flags
-from pion_vllm_mlx.tools.request_file import api_of, engine_body, parse, read_bytes
+from pion_vllm_mlx.tools.request_file import (
+    api_of,
+    engine_body,
+    parse,
+    read_bytes,
+    refuse_missing_model,
+)
 from pion_vllm_mlx.tools.served_model import ServedModel, add_key, with_served_model
 from pion_vllm_mlx.tools.warming import NotWarmed, Warmed, refuse_short, stored_as, why_not_stored
 
@@ -38,6 +44,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = _parser()
     options, words = parser.parse_known_args(list(arguments))
     bodies = [(str(path), _body(path, options)) for path in options.files]
+    refuse_missing_model(options.model)
     words = ["--model", options.model, *words]
     flags = PionFlags.from_options(options)
     if options.engine == "vllm-mlx":

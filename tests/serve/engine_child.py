@@ -17,6 +17,8 @@ from tests.serve.front import ROOT
 
 Json = dict[str, Any]
 KEY = "the key of the test"
+#: the real model takes minutes for a long prompt beside other work.
+ANSWER_SECONDS = 600
 
 
 @dataclass
@@ -76,7 +78,7 @@ class EngineChild:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         asked = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, headers)
-        return urllib.request.urlopen(asked, timeout=120)
+        return urllib.request.urlopen(asked, timeout=ANSWER_SECONDS)
 
     def request(self, path: str, body: object = None, key: str = KEY) -> tuple[int, Json]:
         """One request: the status and the JSON."""

@@ -152,6 +152,9 @@ def test_what_cannot_be_explained_is_refused_in_a_line(
         (("--request", file, "--last"), 2, "not allowed"),
         (("--request", file, "--api", "soap"), 2, "invalid choice"),
         (("--request", file, "--kv-bits", 8), 2, "--model"),
+        (("--request", file, "--port", 1, "--model", place / "none"), 1, "no such folder"),
+        (("--last", "--port", 99999), 2, "a port is 1 to 65535"),
+        ((), 2, "--request BODY.json | --last"),
     ):
         done = here(capsys, "explain", *words)
         assert (done.code, says in done.err) == (code, True), (words, done)

@@ -171,5 +171,9 @@ def test_wrong_usage_is_2_and_a_model_that_is_none_is_1(tmp_path: Path) -> None:
     text.write_text(SYSTEM)
     assert command("warm", text).code == 2
     assert command("warm", text, "--model", tmp_path, "--no-such-flag").code == 2
+    for engine in ("mlx-lm", "vllm-mlx"):  # before either is loaded
+        ran = command("warm", text, "--model", tmp_path / "none", "--engine", engine)
+        assert ran.code == 1 and "there is no such folder" in ran.err
+    (tmp_path / "none").mkdir()
     ran = command("warm", text, "--model", tmp_path / "none")
     assert ran.code == 1 and "cannot be loaded" in ran.err

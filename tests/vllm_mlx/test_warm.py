@@ -50,5 +50,15 @@ def test_serve_starts_where_warm_has_ended(
     url = ("--url", f"tcp://127.0.0.1:{pion_server.port}")
     listed = {one["id"]: one for one in command("conversations", "--json", *url).json}
     assert all(listed[one["conversation"]]["pinned"] for one in (plain, tools))
+    asked = ("explain", "--request", body, "--port", 1, *words[2:])
+    told = command(*asked).json
+    assert told["restorable"] >= tools["tokens"] and told["key_field"] is None
+    body.write_text(json.dumps({"messages": [{"role": "system", "content": SYSTEM + "!"}, USER]}))
+    told = json.loads(command(*asked).out)
+    assert 0 < told["common"] == told["position"]
+    assert family != "llama" or told["restorable"] == told["common"]
+    (tmp_path / "empty").mkdir()
+    none = command("warm", text, "--engine", "vllm-mlx", "--model", tmp_path / "empty", *store)
+    assert none.code == 1 and "config" in none.err and "Traceback" not in none.err
     refused = command("warm", short, *words[2:])
     assert refused.code == 1 and "fewer than are ever restored" in refused.out
