@@ -134,13 +134,20 @@ def server(tmp_path: Path) -> Iterator[RunningServer]:
         one.stop()
 
 
-def test_flags_of_other_servers_are_accepted(server: RunningServer) -> None:
-    flags = ["--no-auto-detect", "--auto-embed", "--inference", "--flare", "--moe-cache", "x"]
-    flags += ["--profile", "kv", "--io-threads", "4", "--epoll", "--fa-window", "0", "-w", "1"]
+@pytest.mark.parametrize("profile", ["kv", "vector", "ai", "full"])
+def test_flags_of_other_servers_are_accepted(server: RunningServer, profile: str) -> None:
+    flags = ["--no-auto-detect", "--no-auto-embed", "--auto-embed", "--nle-embed", "--inference"]
+    flags += ["--flare", "--emb-enabled", "--llm-enabled", "--moe-cache", "x", "--moe-cache-mib"]
+    flags += ["8", "--no-crash-log", "--crash-log", "f", "--status-file", "f", "--epoll"]
+    flags += ["--iouring", "--sqpoll", "--xdp", "--xdp-iface", "e", "--io-threads", "4"]
+    flags += ["--huge-pages", "--no-blob-tier", "--lua-time-limit", "5", "--lua-memory-limit", "5m"]
+    flags += ["--profile", profile, "--fa-window", "0", "-w", "1", "--rss-warn-pct", "80"]
     flags += ["--wal-max-segments", "3", "--wal-full-policy", "refuse", "--metal-attention"]
-    flags += ["--rss-warn-pct", "80", "--blob-threshold", "1", "--wal-size", "8"]
+    flags += ["--blob-threshold", "1", "--wal-size", "8", "--maxmemory-policy", "noeviction"]
     server.start(*flags)
-    assert "--inference has no effect" in server.output()
+    for flag in ("--nle-embed", "--inference", "--flare", "--emb-enabled", "--llm-enabled"):
+        assert f"{flag} has no effect" in server.output()
+    assert not (server.dir / "f").exists()
 
 
 def test_files_and_folders_are_private(server: RunningServer) -> None:
