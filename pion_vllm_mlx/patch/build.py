@@ -6,6 +6,7 @@ from typing import Any
 
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
+from pion_vllm_mlx.cache.attend_client import whole_number
 from pion_vllm_mlx.errors import PionMlxCompatError
 from pion_vllm_mlx.patch.attention import replacement
 from pion_vllm_mlx.patch.model_check import (
@@ -48,14 +49,15 @@ def make_pion_prompt_cache(
     ``K_blocks``, ``selector``) lets single queries of full-attention layers see the best
     blocks only. ``cache[0].lane`` says what was chosen.
 
-    Raises TypeError and ValueError naming what is wrong in ``sparse_full_layers``, before
-    anything else; PionMlxCompatError for a model whose attention does not go through mlx-lm's seam,
-    or not in a way that a server can compute; ValueError where no prefix that fits is
+    Raises TypeError and ValueError naming what is wrong in the arguments, before anything
+    else; PionMlxCompatError for a model whose attention does not go through mlx-lm's seam, or
+    not in a way that a server can compute; ValueError where no prefix that fits is
     stored; StoreUnavailable where no server answers.
     """
     if not SEAM.installed():
         raise PionMlxCompatError("call install_pion_attention_patch() first")
     mode = checked_mode(sparse_full_layers)
+    prefix_len = whole_number(prefix_len, "prefix_len")
     if prompt_cache.model is not None and prompt_cache.model is not model:
         raise ValueError("the prompt cache belongs to another model")
     empty = make_prompt_cache(model)

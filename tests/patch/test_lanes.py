@@ -167,6 +167,15 @@ def test_a_sparse_mode_that_cannot_be_is_refused_by_name(
         pion_vllm_mlx.PionPrefixCache(0, "nothing", opened(model), 40, None, mode)
 
 
+@pytest.mark.parametrize("length", [40.0, "40", None, True])
+def test_a_length_that_is_no_number_of_tokens_is_refused_by_name(
+    opened: Opener, length: Any
+) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(TypeError, match="prefix_len is a whole number"):
+        pion_vllm_mlx.make_pion_prompt_cache(model, "nothing", opened(model), length)
+
+
 def test_windowed_layers_are_never_sparse(opened: Opener) -> None:
     model, ids = tiny_model("gemma3_text"), token_ids(70)
     cache = attended(opened(model), model, ids, "windows", sparse_full_layers=True)
