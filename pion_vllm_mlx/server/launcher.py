@@ -27,7 +27,7 @@ from pion_vllm_mlx.server.directory_file import DirectoryFile
 from pion_vllm_mlx.server.folder import DataFolder
 from pion_vllm_mlx.server.listening import bind_affinity, bind_doors, bind_own, own_socket
 from pion_vllm_mlx.server.session import ServerConfig
-from pion_vllm_mlx.server.worker import MODULE, Orders
+from pion_vllm_mlx.server.worker import MODULE, SHUT_DOWN, Orders
 
 log = logging.getLogger("pion_vllm_mlx.server")
 
@@ -118,7 +118,7 @@ class Launcher:
             raise
 
     def run(self) -> None:
-        """Until SIGTERM or SIGINT. Raises WorkersFailed."""
+        """Until SIGTERM, SIGINT or a client's SHUTDOWN. Raises WorkersFailed."""
         with self._signals() as woken:
             try:
                 for worker in range(self.config.workers):
@@ -178,12 +178,12 @@ class Launcher:
         named = {name: sock.fileno() for name, sock in vars(doors).items() if sock is not None}
         reading, writing = os.pipe()
         port = self.doors.lane.getsockname()[1] if self.doors.lane else 0
-        orders = Orders(config, named, port, writing, self.directory.path)
+        orders = Orders(config, named, port, writing, self.directory.descriptor)
         try:
             process = subprocess.Popen(
                 [sys.executable, "-m", MODULE],
                 stdin=subprocess.PIPE,
-                pass_fds=(*named.values(), writing, *self.locks, *self.directory.descriptors),
+                pass_fds=(*named.values(), writing, *self.locks, self.directory.descriptor),
                 start_new_session=True,  # Ctrl-C is for the launcher
             )
         finally:
@@ -219,10 +219,16 @@ class Launcher:
         )
 
     def _died(self, child: _Child) -> None:
-        """Start it again, soon. Raises WorkersFailed when that is in vain."""
+        """Start it again, soon, unless a client has told it to stop the server.
+
+        Raises WorkersFailed when that is in vain.
+        """
         child.close()
         worker = child.worker
         del self.children[worker]
+        if child.process.returncode == SHUT_DOWN:
+            self.stopping = True
+            return
         if not self.open:
             raise WorkersFailed(f"worker {worker} could not start")
         self.deaths[worker] = 1 if child.recovered else self.deaths.get(worker, 0) + 1

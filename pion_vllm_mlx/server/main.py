@@ -104,13 +104,13 @@ async def _housekeeping(server: Server) -> None:
             await _guarded("flushing", store.flush)
         await _guarded("dropping old prefixes", store.expire)
         await _guarded("closing files", store.close_retired)
-        _exchange(server)
+        await _guarded("telling other workers", partial(_exchange, server))
         for connection in list(server.connections.values()):
             if connection.stalled(asyncio.get_running_loop().time()):
                 connection.abort()
 
 
-def _exchange(server: Server) -> None:
+async def _exchange(server: Server) -> None:
     """What other workers hit here counts as used; a claim of which nothing came is released."""
     directory, store = server.directory, server.store
     for namespace in directory.exchange():
@@ -244,7 +244,7 @@ async def serve(config: ServerConfig, open_doors: OpenDoors, directory: Director
     listeners = await open_doors(server)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, server.stopping.set)
+        loop.add_signal_handler(number, server.stop_by_signal)
     chores = [loop.create_task(work(server)) for work in (_housekeeping, _upkeep, _keyspace_chores)]
     if config.embedded:
         deserted = loop.create_task(_until_deserted(server, EmbeddedDefaults()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -149,6 +150,8 @@ class Server:
     directory: Directory = field(default_factory=Directory)
     exports: dict[tuple[bytes, ...], Export] = field(default_factory=dict)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    #: whether it was a signal to this process that stopped it, and no client.
+    signalled: bool = False
     connections_total: int = 0
     commands_total: int = 0
     last_save: int = 0
@@ -190,10 +193,16 @@ class Server:
         changed = set(sids)
         self.totals.changed(changed)
         for key in [key for key in self.exports if changed & set(key[:2])]:
-            self.exports.pop(key).path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # what is told here has happened already
+                self.exports.pop(key).path.unlink(missing_ok=True)
         for sid in changed - self.store.state.sessions.keys():
             self.directory.prefill_ms.pop(group_of(sid), None)
         self.directory.publish({sid: self.known(sid) for sid in changed})
+
+    def stop_by_signal(self) -> None:
+        """Whoever sent it means this process; SHUTDOWN means the server, all workers."""
+        self.signalled = True
+        self.stopping.set()
 
     def _drop_an_export(self) -> bool:
         """Delete the oldest exported file, for room; False when there is none."""

@@ -16,15 +16,14 @@ import struct
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pion_vllm_mlx.errors import CommandError, ConfigError, DamagedData, PionError
 from pion_vllm_mlx.server import log_format, metrics
-from pion_vllm_mlx.server.directory import SharedDirectory
 from pion_vllm_mlx.server.listening import Doors, Listener, listen
 from pion_vllm_mlx.server.main import DAMAGE_ADVICE, in_words, run_loop, serve
 from pion_vllm_mlx.server.session import Server, ServerConfig
+from pion_vllm_mlx.server.shared_directory import SharedDirectory
 from pion_vllm_mlx.server.store.eviction import drop_session
 from pion_vllm_mlx.server.store.records import Record
 
@@ -34,17 +33,22 @@ MODULE = "pion_vllm_mlx.server.worker"
 _SIZE = struct.Struct("<I")
 _STDIN = 0
 _CRASHED = 70
+#: how a worker ends that a client told to stop the server.
+SHUT_DOWN = 71
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What a worker is told: its configuration, its sockets by name, whom to tell it is ready."""
+    """What a worker is told: its configuration, its sockets by name, whom to tell it is ready.
+
+    ``directory`` is the descriptor of the directory's file.
+    """
 
     config: ServerConfig
     descriptors: dict[str, int]
     binary_port: int
     ready: int
-    directory: Path
+    directory: int
 
     def encode(self) -> bytes:
         data = pickle.dumps(self)
@@ -74,8 +78,10 @@ class _Worker:
 
     orders: Orders
     directory: SharedDirectory
+    server: Server | None = None
 
     async def open_doors(self, server: Server) -> list[Listener]:
+        self.server = server
         await self._publish(server)
         listeners: list[Listener] = [*await metrics.listen(server)]
         await self._wait_for_others()
@@ -134,7 +140,8 @@ def main() -> int:
         what = in_words(error) if isinstance(error, OSError) else f"{error}{advice}"
         print(f"FATAL worker {orders.config.worker}: {what}", file=sys.stderr, flush=True)
         return 1
-    return 0
+    told = worker.server is not None and not worker.server.signalled
+    return SHUT_DOWN if told else 0
 
 
 if __name__ == "__main__":

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
-from pion_vllm_mlx.server import directory as module
-from pion_vllm_mlx.server.directory import Directory, Known, SharedDirectory, sides_of
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server import shared_directory as module
+from pion_vllm_mlx.server.directory import Directory, Known, sides_of
+from pion_vllm_mlx.server.directory_file import DirectoryFile
+from pion_vllm_mlx.server.shared_directory import SharedDirectory
+
+
+def opened(path: Path, worker: int, ns_prefix: bytes = b"") -> SharedDirectory:
+    return SharedDirectory(os.open(path, os.O_RDWR | os.O_CREAT), worker, ns_prefix)
 
 
 @pytest.fixture
 def pair(tmp_path: Path) -> Iterator[tuple[SharedDirectory, SharedDirectory]]:
     path = tmp_path / "directory"
-    both = SharedDirectory(path, 0), SharedDirectory(path, 1)
+    both = opened(path, 0), opened(path, 1)
     yield both
     for one in both:
         one.close()
@@ -101,7 +110,7 @@ def test_the_segments_of_a_lineage_stay_together(pair: Pair) -> None:
 
 
 def test_a_required_prefix_comes_before_the_names_of_lineages(tmp_path: Path) -> None:
-    a, b = (SharedDirectory(tmp_path / "directory", n, b"mine-") for n in (0, 1))
+    a, b = (opened(tmp_path / "directory", n, b"mine-") for n in (0, 1))
     publish(a, b"mine-pps12s1")
     assert b.claim(sides_of(b"mine-pps12s2")) == 0
     a.close()
@@ -156,7 +165,7 @@ def test_all_agree_after_many_changes_and_rewrites(
         for known in NAMES:
             at, tokens = model.get(known, (asked, 0))
             assert pair[asked].elsewhere(known) == (None if at == asked else tokens)
-    late = SharedDirectory(tmp_path / "directory", 2)
+    late = opened(tmp_path / "directory", 2)
     assert late.count() == 2 * len(model)
     assert late._generation > 3
     assert late._lineages == pair[0]._lineages == pair[1]._lineages
@@ -164,7 +173,7 @@ def test_all_agree_after_many_changes_and_rewrites(
 
 
 def _change_for_ever(path: Path) -> None:
-    directory = SharedDirectory(path, 1)
+    directory = opened(path, 1)
     step = 0
     while True:
         step += 1
@@ -173,7 +182,7 @@ def _change_for_ever(path: Path) -> None:
 
 def test_a_worker_killed_while_it_writes_leaves_a_directory_that_works(tmp_path: Path) -> None:
     path = tmp_path / "directory"
-    directory = SharedDirectory(path, 0)
+    directory = opened(path, 0)
     publish(directory, b"mine", 5)
     for _ in range(5):
         process = get_context("spawn").Process(target=_change_for_ever, args=(path,))
@@ -186,8 +195,102 @@ def test_a_worker_killed_while_it_writes_leaves_a_directory_that_works(tmp_path:
         process.join()
         process.close()
         publish(directory, b"mine", 5)
-        fresh = SharedDirectory(path, 2)
+        fresh = opened(path, 2)
         assert fresh.elsewhere(b"mine") == 5
         assert directory.count() == fresh.count() and fresh._listed == directory._listed
         fresh.close()
     directory.close()
+
+
+@contextmanager
+def no_file_longer_than(num_bytes: int) -> Iterator[None]:
+    """As on a disk that fills up: a write takes what fits, the next one is refused."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_what_the_disk_refuses_happens_here_and_is_told_when_it_does_not(
+    pair: Pair, tmp_path: Path
+) -> None:
+    a, b = pair
+    publish(a, b"old", 1)
+    path = tmp_path / "directory"
+    for spare in (0, 10):
+        with no_file_longer_than(path.stat().st_size + spare):
+            publish(a, b"new%d" % spare, 7)
+            a.publish(dict.fromkeys(sides_of(b"old")))
+            a.set_prefill(b"new0", 40)
+            a.touch(b"other")
+            assert a.exchange() == set() and b.exchange() == set()
+            with pytest.raises(CommandError, match="the directory of workers could not be written"):
+                a.claim(sides_of(b"claimed"))
+            with pytest.raises(CommandError):
+                b.claim(sides_of(b"theirs"))
+            assert b.elsewhere(b"old") == 1 and b.count() == a.count() == 2
+        assert b.claim(sides_of(b"claimed")) is None
+        b.release()
+        a.exchange()
+        assert b.elsewhere(b"old") is None and b.elsewhere(b"new%d" % spare) == 7
+        fresh = opened(path, 2)
+        assert fresh.count() == b.count() == 2
+        fresh.close()
+        publish(a, b"old", 1)
+        a.publish(dict.fromkeys(sides_of(b"new%d" % spare)))
+
+
+def test_what_a_worker_recovers_on_a_full_disk_is_told_later(pair: Pair, tmp_path: Path) -> None:
+    a, b = pair
+    publish(a, b"lost", 1)
+    recovered = {sid: Known(3, 0) for sid in sides_of(b"kept")}
+    with no_file_longer_than((tmp_path / "directory").stat().st_size + 10):
+        assert a.start(recovered) == []
+        assert b.elsewhere(b"kept") is None
+    a.exchange()
+    assert b.elsewhere(b"kept") == 3 and b.elsewhere(b"lost") is None
+
+
+def test_a_log_that_cannot_be_rewritten_goes_on(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_KEEP_BYTES", 500)
+    a, b = pair
+    a._rewrite_at = 500
+    with no_file_longer_than(1 << 20):  # the other area begins far behind
+        for step in range(40):
+            publish(a, b"n", step)
+    assert b.elsewhere(b"n") == 39 and a._generation == 0
+    for step in range(40):
+        publish(a, b"n", step)
+    assert b.elsewhere(b"n") == 39 and a._generation > 0
+
+
+def _hold_one(descriptor: int, worker: int) -> None:
+    directory = SharedDirectory(descriptor, worker)
+    for step in range(300):
+        assert directory.claim(sides_of(b"n%d-%d" % (worker, step))) is None
+        publish(directory, b"n%d-%d" % (worker, step), step)
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_the_file_has_no_name_and_all_who_inherit_it_share_it(
+    tmp_path: Path, in_memory: bool
+) -> None:
+    (tmp_path / "pion.directory").write_bytes(b"of an earlier server")
+    file = DirectoryFile(tmp_path, in_memory)
+    assert not list(tmp_path.iterdir())
+    context = get_context("fork")
+    workers = [context.Process(target=_hold_one, args=(file.descriptor, n)) for n in (0, 1, 2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    last = SharedDirectory(os.dup(file.descriptor), 3)
+    assert last.count() == 2 * 3 * 300
+    last.close()
+    file.close()
+    file.close()

@@ -361,6 +361,30 @@ def test_a_stop_ends_all_of_them_and_leaves_nothing_listening(
     assert not (own.dir / "pion.directory").exists()
 
 
+@pytest.mark.parametrize("worker", [0, 2])
+def test_shutdown_on_any_worker_stops_the_server(own: RunningServer, worker: int) -> None:
+    pids = [pid_of(own, number) for number in range(WORKERS)]
+    assert ask(own, worker, "KV.PREFIX.REGISTER", "kept", 4, "fp16") == "OK"
+    with on(own, worker) as wire, on(own, 1) as other:
+        wire.send(request("SHUTDOWN"))
+        assert wire.closed() and other.closed()
+    assert own.process is not None and own.process.wait(timeout=20) == 0
+    assert not any(map(is_running, pids))
+    assert "started again" not in own.output()
+    own.start()
+    assert ask(own, 1, "KV.PREFIX.OWNER", "kept") == str(worker)
+
+
+def test_a_worker_that_is_told_to_end_alone_comes_back(own: RunningServer) -> None:
+    before = pid_of(own, 1)
+    os.kill(before, signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while "started again" not in own.output():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert pid_of(own, 1) != before  # who asks waits until it is back
+
+
 def test_a_namespace_on_two_workers_is_dropped_from_one_of_them(own: RunningServer) -> None:
     assert ask(own, 1, "KV.PREFIX.REGISTER", "twice", 4, "fp16") == "OK"
     own.stop()
