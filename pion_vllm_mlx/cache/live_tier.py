@@ -82,14 +82,15 @@ class LiveTier:
     """Caches under a byte budget, the least recently used given up first, anchors last.
 
     Safe to call from several threads; arrays are only touched by ``put``.  ``discard`` is
-    given what is held no longer: freeing much memory takes long, and may be done elsewhere.
+    given the arrays that are held no longer, in a list of its own: freeing much memory takes long,
+    and may be done elsewhere.
     """
 
     budget_bytes: int
     max_entries: int = 1000
     evictions: int = 0
     rejections: int = 0
-    discard: Callable[[object], None] = field(default=lambda entry: None)
+    discard: Callable[[list[mx.array]], None] = field(default=lambda arrays: None)
     _entries: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
     _all: list[bytes] = field(default_factory=list)
     _sliceable: list[bytes] = field(default_factory=list)
@@ -228,12 +229,11 @@ class LiveTier:
         """Give up what the new entry gives as well; the others of its conversation share rows."""
         states = []
         for name in list(self._prefixes(key)):
-            old = self._entries[name]
-            if entry.floor <= old.floor:
+            if entry.floor <= self._entries[name].floor:
                 self._delete(name)
                 continue
             self._share_rows(name, entry)
-            if old.kind != "anchor":
+            if self._entries[name].kind != "anchor":
                 states.append(name)
         surplus = len(states) + 1 - MAX_CHECKPOINTS
         if entry.kind != "anchor" and surplus > 0:
@@ -249,7 +249,9 @@ class LiveTier:
         self._ledger.drop(old.arrays)
         self._entries[name] = replace(old, caches=caches)
         self._ledger.add(self._entries[name].arrays)
-        self.discard(old)
+        arrays = old.arrays
+        del old  # the list has the last references
+        self.discard(arrays)
 
     def _least_useful(self, oldest_first: list[bytes], kind: str) -> list[bytes]:
         """States in the order in which they go: old guards, then old ends of turns.
@@ -283,7 +285,9 @@ class LiveTier:
         del self._all[bisect_left(self._all, key)]
         if entry.floor < entry.length:
             del self._sliceable[bisect_left(self._sliceable, key)]
-        self.discard(entry)
+        arrays = entry.arrays
+        del entry
+        self.discard(arrays)
 
 
 def encode(tokens: Tokens) -> bytes:

@@ -29,6 +29,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from pion_vllm_mlx.cache.beside import BUSY, MOST_DEADLINES, Beside, Blocking
 from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.layers import cache_arrays
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore, Match
 from pion_vllm_mlx.cache.lineage.client import CONNECT_SECONDS, LineageClient, connect
 from pion_vllm_mlx.cache.lineage.missed import Missed
@@ -93,7 +94,7 @@ class LineageCache:
             return
         self.spread.finish()  # what is of the model before goes to its own tiers
         self._model, self._tiers, self._pending = model, None, None
-        self._beside.drop(self._live)
+        self._live.clear()
         self._live = LiveTier(0)
         if self._options is None:
             return
@@ -285,7 +286,8 @@ class LineageCache:
         restored, plan.restored = plan.restored, None
         lent, plan.lent = plan.lent, None
         if restored is not None:
-            self._beside.drop(lent)
+            arrays, lent = cache_arrays(lent or ()), None  # the list has the last references
+            self._beside.drop(arrays)
             reused = min(restored.length, plan.size - 1)
             plan.fetched(reused, restored.lane, restored.ms, self._alone())
             return list(restored.caches)

@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex, cast
 import numpy as np
 
 from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.layers import cache_arrays
 from pion_vllm_mlx.cache.lineage import Cut, Match, Restored
 from pion_vllm_mlx.cache.lineage.index import Found
 from pion_vllm_mlx.cache.lineage.journal import ReplyJournal
@@ -104,8 +105,9 @@ class Plan:
         while (hit := live.find(self.ids)) is not None and hit.length > max(self.held, least):
             caches = live.take(hit)
             if caches is not None:  # else it went between the two calls
-                live.discard(self.lent)
+                arrays = cache_arrays(self.lent or ())
                 self.hit, self.lent = hit, caches
+                live.discard(arrays)
 
     def segments(self) -> tuple[list[list[int]], list[str]]:
         """The prompt cut into pieces, and what the cache at the end of each is kept as."""
