@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pion_vllm_mlx.wire.resp import Map, Value
+from pion_vllm_mlx.wire.resp import Map, Simple, Value
 
 _WORDS = re.compile(r"\.\.\.|[][()|]|[A-Za-z0-9_-]+")
 _KEYS = frozenset("attend_sid index k_sid key new_key ns sid slot_id v_sid".split())
@@ -133,7 +133,8 @@ def _described(node: Node, token: str = "") -> Map:
             pairs.append(("arguments", inner))
         elif node.kind == "choice":
             pairs.append(("arguments", [_described(part) for part in node.parts]))
-    flags = [word for word, is_so in _flags(node) if is_so]
+    # redis-cli takes nothing but simple strings here
+    flags = [Simple(word) for word, is_so in _flags(node) if is_so]
     return Map([*pairs, ("flags", flags)] if flags else pairs)
 
 

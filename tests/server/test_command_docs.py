@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import select
+import shutil
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +17,8 @@ from pion_vllm_mlx.server import commands
 from pion_vllm_mlx.server.command import TABLE, Command
 from pion_vllm_mlx.server.command_docs import manual
 from pion_vllm_mlx.server.command_syntax import documented, fits, parse
-from tests.server.wire import Wire
+from tests.conftest import RunningServer
+from tests.server.wire import Status, Wire
 
 assert commands.__all__
 ROOT = Path(__file__).parents[2]
@@ -82,3 +89,63 @@ def test_command_docs_has_arguments_since_and_extension(wire: Wire) -> None:
         assert fields["since"] == entry.since and fields["summary"] == entry.summary
         assert ("extension" in fields.get("doc_flags", [])) == entry.extension
         assert bool(fields.get("arguments")) == bool(entry.syntax)
+
+
+def flags_in(reply: Any) -> Iterator[Any]:
+    """Every flag inside of a reply."""
+    if not isinstance(reply, list):
+        return
+    for name, value in zip(reply, reply[1:], strict=False):
+        if name in (b"flags", b"doc_flags") and isinstance(value, list):
+            yield from value
+    for item in reply:
+        yield from flags_in(item)
+
+
+def test_flags_are_simple_strings_as_in_redis(wire: Wire) -> None:
+    flags = list(flags_in(wire.ask("COMMAND", "DOCS")))
+    assert {str(flag) for flag in flags} == {"optional", "multiple", "extension"}
+    assert all(isinstance(flag, Status) for flag in flags)
+
+
+def test_docs_of_unknown_names_are_left_out(wire: Wire) -> None:
+    assert wire.ask("COMMAND", "DOCS", "nosuch") == []
+    assert wire.ask("COMMAND", "DOCS", "nosuch", "get", "GET")[::2] == [b"get"]
+    assert wire.ask("COMMAND", "INFO", "nosuch", "ping")[0] is None
+
+
+@pytest.mark.parametrize("protocol", ["-2", "-3"])
+def test_redis_cli_runs_without_a_command(
+    shared: RunningServer, tmp_path: Path, protocol: str
+) -> None:
+    if shutil.which("redis-cli") is None:
+        pytest.skip("redis-cli is not installed")
+    words = ["redis-cli", protocol, "-p", str(shared.port)]
+    environment = {**os.environ, "HOME": str(tmp_path), "TERM": "dumb"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(words[0], words, environment)
+    try:
+        said = talk(terminal, b"> ", b"ping\n")
+        said += talk(terminal, b"PONG", b"exit\n")
+        assert b"PONG" in said, said
+    finally:
+        os.close(terminal)
+        status = os.waitpid(pid, 0)[1]
+    assert not os.WIFSIGNALED(status) or os.WTERMSIG(status) != 6, said
+
+
+def talk(terminal: int, until: bytes, answer: bytes) -> bytes:
+    """What a program prints up to some words, or its end; it is then answered."""
+    said, ends_at = b"", time.monotonic() + 20
+    while until not in said and time.monotonic() < ends_at:
+        if select.select([terminal], [], [], 0.5)[0]:
+            try:
+                more = os.read(terminal, 4096)
+            except OSError:  # it has ended
+                return said
+            said += more
+            if not more:
+                return said
+    os.write(terminal, answer)
+    return said

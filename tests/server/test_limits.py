@@ -134,6 +134,9 @@ def test_wrong_limits_are_refused_and_the_old_one_stays(wire: Wire) -> None:
         refuse(wire, "maxmemory", "CONFIG", "SET", "maxmemory", text)
     refuse(wire, "CONFIG SET is not supported", "CONFIG", "SET", "maxmemory")
     refuse(wire, "CONFIG SET is not supported", "CONFIG", "SET", "port", "1")
+    for words in (("FOO",), ("REWRITE",), ("GET",), ("maxmemory", "0")):
+        refuse(wire, "unknown subcommand", "CONFIG", *words)
+    assert wire.ask("CONFIG", "GET", "[^m]?r?", "max*memor?")[::2] == [b"maxmemory", b"port"]
     assert dict(zip(*[iter(wire.ask("CONFIG", "GET", "maxmemory"))] * 2, strict=True)) == {
         b"maxmemory": b"0"
     }

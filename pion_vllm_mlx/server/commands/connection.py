@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import time
 
 from pion_vllm_mlx.config import ADMIN_NAME
@@ -16,8 +15,9 @@ from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import TABLE, Command, Reply, command
 from pion_vllm_mlx.server.command_syntax import documented, parse
 from pion_vllm_mlx.server.commands.server_info import REDIS_VERSION
+from pion_vllm_mlx.server.keyspace.glob import matcher
 from pion_vllm_mlx.server.memory_limit import limit
-from pion_vllm_mlx.server.session import Client, Context
+from pion_vllm_mlx.server.session import Client, Context, Server
 from pion_vllm_mlx.wire.resp import Arg, Map, Simple, Value
 
 OK = Simple("OK")
@@ -192,7 +192,7 @@ def _doc(entry: Command) -> Map:
         ("group", entry.group.lower()),
     ]
     if entry.extension:
-        pairs.append(("doc_flags", ["extension"]))
+        pairs.append(("doc_flags", [Simple("extension")]))
     if entry.syntax:
         pairs.append(("arguments", documented(parse(entry.syntax))))
     return Map(pairs)
@@ -203,34 +203,47 @@ def command_table(context: Context, args: list[Arg]) -> Reply:
     words = [arguments.word(arg).upper() for arg in args[1:]]
     if not words:
         return []
-    chosen = [TABLE[name] for name in words[1:] if name in TABLE] or list(TABLE.values())
-    match words[0]:
-        case b"COUNT":
+    names = words[1:] or list(TABLE)
+    match words[0], words[1:]:
+        case b"COUNT", []:
             return len(TABLE)
-        case b"DOCS":
-            return Map([(entry.name.lower(), _doc(entry)) for entry in chosen])
-        case b"INFO":
-            return [_info(TABLE[n]) if n in TABLE else None for n in words[1:] or TABLE]
+        case b"DOCS", _:
+            known = [TABLE[name] for name in dict.fromkeys(names) if name in TABLE]
+            return Map([(entry.name.lower(), _doc(entry)) for entry in known])
+        case b"INFO", _:
+            return [_info(TABLE[n]) if n in TABLE else None for n in names]
     raise CommandError(f"unknown subcommand '{words[0][:64].decode('utf-8', 'replace')}'")
 
 
 @command(
     "CONFIG",
     -2,
-    "Reads settings; sets maxmemory.",
+    "Reads settings; sets the maxmemory of this worker, until it ends.",
     syntax="(GET pattern...|SET parameter text)",
 )
 def config(context: Context, args: list[Arg]) -> Reply:
     words = [arguments.word(arg) for arg in args[1:]]
-    if [word.lower() for word in words[:2]] == [b"set", b"maxmemory"] and len(words) == 3:
-        try:
-            context.server.memory_limit.maxmemory = limit(words[2].decode("utf-8", "replace"))
-        except ValueError as error:
-            raise CommandError(f"CONFIG SET maxmemory: {error}") from None
-        return OK
-    if words[0].upper() != b"GET" or len(words) < 2:
-        raise CommandError("CONFIG SET is not supported for this parameter")
-    server = context.server
+    match words[0].upper(), words[1:]:
+        case b"SET", [name, text] if name.lower() == b"maxmemory":
+            return _set_maxmemory(context.server, text)
+        case b"SET", _:
+            raise CommandError("CONFIG SET is not supported for this parameter")
+        case b"GET", [_, *_]:
+            return _settings(context.server, words[1:])
+    shown = words[0][:64].decode("utf-8", "replace")
+    raise CommandError(f"unknown subcommand or wrong number of arguments for '{shown}'")
+
+
+def _set_maxmemory(server: Server, text: bytes) -> Simple:
+    try:
+        server.memory_limit.maxmemory = limit(text.decode("utf-8", "replace"))
+    except ValueError as error:
+        raise CommandError(f"CONFIG SET maxmemory: {error}") from None
+    return OK
+
+
+def _settings(server: Server, patterns: list[bytes]) -> Map:
+    """The settings whose names match one of the patterns."""
     known = {
         "appendfsync": server.config.appendfsync,
         "appendonly": "yes" if server.config.wal else "no",
@@ -242,12 +255,12 @@ def config(context: Context, args: list[Arg]) -> Reply:
         "save": "",
         "timeout": str(int(server.config.idle_seconds)),
     }
-    patterns = [word.decode("utf-8", "replace").lower() for word in words[1:]]
+    matchers = [matcher(pattern.lower()) for pattern in patterns]
     return Map(
         [
             (name, value)
             for name, value in known.items()
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+            if any(matches(name.encode()) for matches in matchers)
         ]
     )
 

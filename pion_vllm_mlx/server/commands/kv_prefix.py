@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pion_vllm_mlx.errors import CommandError
@@ -23,6 +23,7 @@ from pion_vllm_mlx.server.store.folder_use import left_behind
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, MAX_LAYER, VALUE_SUFFIX, Session
 from pion_vllm_mlx.server.store.records import Create, Record
 from pion_vllm_mlx.server.store.shapes import check_width
+from pion_vllm_mlx.server.store.snapshot import may_replace
 from pion_vllm_mlx.wire.resp import Arg, Simple
 
 OK = Simple("OK")
@@ -227,7 +228,8 @@ def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
 @command(
     "KV.PREFIX.SAVE",
     -1,
-    "Writes the snapshots, and with a path a portable copy too; then truncates the logs.",
+    "Writes the snapshots, and with a path in the data folder a portable copy too, over another "
+    "one but no other file; then truncates the logs.",
     syntax="[path]",
     kvcache=True,
 )
@@ -237,25 +239,36 @@ async def kv_prefix_save(context: Context, args: list[Arg]) -> Reply:
     store = context.store
     if store.nothing_to_save():
         raise CommandError("KV.PREFIX.SAVE nothing to save")
-    target = None
-    if len(args) == 2:
-        name = arguments.word(args[1]).decode("utf-8", "surrogateescape")
-        path = PurePosixPath(name)
-        if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
-            raise CommandError("KV.PREFIX.SAVE path must be relative, without '..'")
-        if any(len(os.fsencode(part)) > MAX_FILE_NAME_BYTES for part in path.parts):
-            raise CommandError("KV.PREFIX.SAVE path is too long")
-        target = context.server.config.folder / path
-        if target == store.paths.vstore:
-            target = None
-        elif any(part.lower().startswith(("pion.", "pion-", ".metadata")) for part in path.parts):
-            raise CommandError("KV.PREFIX.SAVE path names one of the server's own files")
-        # unlike Path.is_dir, this answers for a path that is too long
-        elif not os.path.isdir(target.parent) or os.path.isdir(target):
-            raise CommandError("KV.PREFIX.SAVE path must name a file in a folder that is there")
-    await store.save(target)
+    await store.save(_copy_path(context, arguments.word(args[1])) if len(args) == 2 else None)
     context.server.last_save = int(time.time())
     return OK
+
+
+def _copy_path(context: Context, given: bytes) -> Path | None:
+    """Where a portable copy goes; None: the manifest alone is written. Raises CommandError."""
+    name = given.decode("utf-8", "surrogateescape")
+    path = PurePosixPath(name)
+    if not name or "\0" in name or path.is_absolute() or ".." in path.parts:
+        raise CommandError("KV.PREFIX.SAVE path must be relative, without '..'")
+    if any(len(os.fsencode(part)) > MAX_FILE_NAME_BYTES for part in path.parts):
+        raise CommandError("KV.PREFIX.SAVE path is too long")
+    target = context.server.config.folder / path
+    if target == context.store.paths.vstore:
+        return None
+    if any(part.lower().startswith(("pion.", "pion-", ".metadata")) for part in path.parts):
+        raise CommandError("KV.PREFIX.SAVE path names one of the server's own files")
+    # unlike Path.is_dir, this answers for a path that is too long
+    if not os.path.isdir(target.parent) or os.path.isdir(target):
+        raise CommandError("KV.PREFIX.SAVE path must name a file in a folder that is there")
+    try:
+        replaceable = may_replace(target)
+    except OSError as error:
+        raise CommandError(f"KV.PREFIX.SAVE path: {error.strerror}") from error
+    if not replaceable:
+        raise CommandError(
+            "KV.PREFIX.SAVE path names a file that is not a portable copy; it is not replaced"
+        )
+    return target
 
 
 @command("KV.PREFIX.COMMIT", 1, "Brings everything acknowledged to stable storage.", kvcache=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 from pion_vllm_mlx import __version__
 from pion_vllm_mlx.server import arguments
@@ -17,6 +20,7 @@ from pion_vllm_mlx.wire.resp import Arg, Map, Simple
 
 #: the Redis version whose dialect is spoken.
 REDIS_VERSION = "7.0.0"
+Pairs: TypeAlias = list[tuple[str, object]]
 _PAGE = resource.getpagesize()
 
 
@@ -31,7 +35,7 @@ def resident_bytes() -> tuple[int, int]:
     return now, max(now, peak_bytes)
 
 
-def _server(server: Server) -> list[tuple[str, object]]:
+def _server(server: Server) -> Pairs:
     return [
         ("redis_version", REDIS_VERSION),
         ("pion_version", f"{__version__}+python"),
@@ -49,7 +53,7 @@ def _server(server: Server) -> list[tuple[str, object]]:
     ]
 
 
-def _memory(server: Server) -> list[tuple[str, object]]:
+def _memory(server: Server) -> Pairs:
     now, peak = resident_bytes()
     return [
         ("used_memory", now),
@@ -64,7 +68,7 @@ def _memory(server: Server) -> list[tuple[str, object]]:
     ]
 
 
-def _clients(server: Server) -> list[tuple[str, object]]:
+def _clients(server: Server) -> Pairs:
     return [
         ("connected_clients", len(server.clients)),
         ("maxclients", server.config.max_connections),
@@ -72,14 +76,14 @@ def _clients(server: Server) -> list[tuple[str, object]]:
     ]
 
 
-def _stats(server: Server) -> list[tuple[str, object]]:
+def _stats(server: Server) -> Pairs:
     return [
         ("total_connections_received", server.connections_total),
         ("total_commands_processed", server.commands_total),
     ]
 
 
-def _persistence(server: Server) -> list[tuple[str, object]]:
+def _persistence(server: Server) -> Pairs:
     return [
         ("loading", 0),
         ("appendfsync", server.config.appendfsync),
@@ -91,42 +95,46 @@ def _persistence(server: Server) -> list[tuple[str, object]]:
     ]
 
 
-def _replication(server: Server) -> list[tuple[str, object]]:
+def _replication(server: Server) -> Pairs:
     return [("role", "master")]
 
 
-def _pion(server: Server) -> list[tuple[str, object]]:
+def _pion(server: Server) -> Pairs:
     return [("stats_scope", "worker"), *server.ledger.fields()]
 
 
-def _keyspace(server: Server) -> list[tuple[str, object]]:
+def _keyspace(server: Server) -> Pairs:
     data, now = server.keyspace.data, server.keyspace.now
     count = data.size(now)
     return [("db0", f"keys={count},expires={data.timed(now)},avg_ttl=0")] if count else []
 
 
-def _seen_by_tenant(context: Context) -> dict[str, list[tuple[str, object]]]:
+def _own_keyspace(context: Context) -> Pairs:
+    """As ``_keyspace``, of the keys of one tenant; looks at everybody's."""
+    mine = context.stored(b"")
+    keyspace = context.server.keyspace
+    entries, now = keyspace.data.entries.items(), keyspace.now
+    own = [entry for key, entry in entries if key.startswith(mine) and entry.alive(now)]
+    timed = sum(1 for entry in own if entry.deadline)
+    return [("db0", f"keys={len(own)},expires={timed},avg_ttl=0")] if own else []
+
+
+def _seen_by_tenant(context: Context) -> dict[str, Callable[[], Pairs]]:
     """What INFO tells a tenant: the server as such, and what is its own."""
     server, tenant = context.server, context.client.tenant
     hidden = ("unix_socket", "config_dir")
-    mine = context.stored(b"")
-    entries = server.keyspace.data.entries.items()
-    now = server.keyspace.now
-    own = [entry for key, entry in entries if key.startswith(mine) and entry.alive(now)]
-    timed = sum(1 for entry in own if entry.deadline)
-    sections: dict[str, list[tuple[str, object]]] = {
-        "server": [pair for pair in _server(server) if pair[0] not in hidden],
-        "clients": [
+    return {
+        "server": lambda: [pair for pair in _server(server) if pair[0] not in hidden],
+        "clients": lambda: [
             ("connected_clients", sum(c.tenant == tenant for c in server.clients.values()))
         ],
-        "persistence": [("loading", 0)],
-        "replication": _replication(server),
-        "keyspace": [("db0", f"keys={len(own)},expires={timed},avg_ttl=0")] if own else [],
+        "persistence": lambda: [("loading", 0)],
+        "replication": lambda: _replication(server),
+        "keyspace": lambda: _own_keyspace(context),
     }
-    return sections
 
 
-_SECTIONS = {
+_SECTIONS: dict[str, Callable[[Server], Pairs]] = {
     "server": _server,
     "clients": _clients,
     "memory": _memory,
@@ -138,7 +146,7 @@ _SECTIONS = {
 }
 
 
-def section_text(title: str, pairs: list[tuple[str, object]]) -> str:
+def section_text(title: str, pairs: Pairs) -> str:
     """One section as INFO prints it."""
     return f"# {title}\r\n" + "".join(f"{name}:{value}\r\n" for name, value in pairs)
 
@@ -150,9 +158,10 @@ def info(context: Context, args: list[Arg]) -> Reply:
     if context.client.tenant:
         known = _seen_by_tenant(context)
     else:
-        known = {name: pairs(context.server) for name, pairs in _SECTIONS.items()}
+        known = {name: partial(pairs, context.server) for name, pairs in _SECTIONS.items()}
+    # only what is asked for is counted: some of it takes time
     sections = [
-        section_text(name.capitalize(), pairs)
+        section_text(name.capitalize(), pairs())
         for name, pairs in known.items()
         if everything or name in wanted
     ]

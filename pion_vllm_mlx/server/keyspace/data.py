@@ -45,6 +45,8 @@ class Data:
         self._names: list[bytes] = []
         self._serials: list[int] = []
         self._deadlines: list[tuple[int, bytes]] = []
+        #: the keys that have a deadline, over or not
+        self._timed: set[bytes] = set()
         self._leaving: list[bytes] = []
         self._verbs: dict[Verb, Callable[[tuple[bytes, ...]], None]] = {
             Verb.SET: self._set,
@@ -109,6 +111,14 @@ class Data:
 
     def size(self, now: int) -> int:
         """How many keys are not past their deadline."""
+        return len(self.entries) - self._num_dead(now)
+
+    def timed(self, now: int) -> int:
+        """How many keys have a deadline that is not over."""
+        return len(self._timed) - self._num_dead(now)
+
+    def _num_dead(self, now: int) -> int:
+        """How many keys are past their deadline; looks at those alone."""
         # what ``expired`` gave out is there until its deletion is logged
         dead = {key for key in self._leaving if key in self.entries}
         dead = {key for key in dead if not self.entries[key].alive(now)}
@@ -121,13 +131,7 @@ class Data:
             key = self._deadlines[place][1]
             if key in self.entries and not self.entries[key].alive(now):
                 dead.add(key)
-        return len(self.entries) - len(dead)
-
-    def timed(self, now: int) -> int:
-        """How many keys have a deadline that is not over."""
-        keys = {key for _, key in self._deadlines if key in self.entries}
-        entries = (self.entries[key] for key in keys)
-        return sum(1 for entry in entries if entry.deadline > now)
+        return len(dead)
 
     def snapshot(self) -> Iterator[Change]:
         """Changes that make an empty keyspace equal to this one."""
@@ -161,6 +165,7 @@ class Data:
 
     def _note_deadline(self, key: bytes, deadline: int) -> None:
         """Remember when to look at a key; earlier notes about it are passed over."""
+        self._timed.add(key)
         heapq.heappush(self._deadlines, (deadline, key))
         if len(self._deadlines) > 2 * len(self.entries) + 1024:
             self._deadlines = [(e.deadline, k) for k, e in self.entries.items() if e.deadline]
@@ -185,6 +190,7 @@ class Data:
         entry = self.entries.get(key)
         if entry is not None and not entry.value:
             del self.entries[key]
+            self._timed.discard(key)
 
     def _set(self, parts: tuple[bytes, ...]) -> None:
         key, value = parts
@@ -193,10 +199,12 @@ class Data:
             self._enter(key, Entry(value))
         else:
             entry.value, entry.deadline = value, 0
+            self._timed.discard(key)
 
     def _delete(self, parts: tuple[bytes, ...]) -> None:
         for key in parts:
             self.entries.pop(key, None)
+            self._timed.discard(key)
 
     def _deadline(self, parts: tuple[bytes, ...]) -> None:
         key, text = parts
@@ -206,6 +214,8 @@ class Data:
         entry.deadline = int(text)
         if entry.deadline:
             self._note_deadline(key, entry.deadline)
+        else:
+            self._timed.discard(key)
 
     def _append(self, parts: tuple[bytes, ...]) -> None:
         key, more = parts
@@ -267,6 +277,7 @@ class Data:
             return
         del self.entries[old]
         self.entries.pop(new, None)
+        self._timed -= {old, new}
         self._enter(new, Entry(entry.value))
         if entry.deadline:
             self._deadline((new, b"%d" % entry.deadline))
@@ -274,6 +285,7 @@ class Data:
     def _flush(self, parts: tuple[bytes, ...]) -> None:
         self.entries.clear()
         self._names, self._serials, self._deadlines = [], [], []
+        self._timed.clear()
 
 
 def of_kind(entry: Entry, kind: type[V]) -> V:

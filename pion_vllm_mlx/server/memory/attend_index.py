@@ -224,6 +224,9 @@ class IndexSession:
 
     def store(self, layer_id: int, keys: Floats, values: Floats) -> None:
         """Append rows to a layer. Raises CommandError, then nothing has changed. Slow."""
+        if not np.isfinite(keys).all():
+            # it would be at no distance from any query, and so would what is sorted with it
+            raise CommandError("keys must be finite numbers")
         num_layers = max(self.num_layers, layer_id + 1)
         kind = self.shape.format_of(layer_id, num_layers)
         layer = self.layers.get(layer_id) or Layer(self.shape, kind)

@@ -272,13 +272,15 @@ def _gathered(chunks: Iterable[bytes | memoryview]) -> Iterator[bytes | bytearra
     yield buffer
 
 
-def publish(path: Path, chunks: Iterable[bytes | memoryview]) -> FileHandle:
+def publish(
+    path: Path, chunks: Iterable[bytes | memoryview], temporary: Path | None = None
+) -> FileHandle:
     """Replace ``path`` by a new durable file: temporary file, flush, rename, flush.
 
     Returns the new file, open. Raises OSError; unless only the last flush failed,
     what was at ``path`` stands, and no temporary file is left.
     """
-    temporary = path.with_name(path.name + TEMPORARY)
+    temporary = temporary or path.with_name(path.name + TEMPORARY)
     published = False
     try:
         handle = FileHandle(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)

@@ -33,7 +33,9 @@ from crc32c import crc32c
 from pion_vllm_mlx.errors import DamagedData, NewerFormat
 from pion_vllm_mlx.server.store import framing, records
 from pion_vllm_mlx.server.store.files import (
+    TEMPORARY,
     FileHandle,
+    NotRegular,
     pread_exactly,
     publish,
 )
@@ -211,9 +213,13 @@ def _logged(file: FileHandle, frames: Iterable[framing.Frame]) -> Iterator[Logge
 
 
 def write_portable(path: Path, state: State, covered_lsn: int) -> None:
-    """One file with the manifest, the states and every segment's bytes. Raises OSError."""
+    """One file with the manifest, the states and every segment's bytes. Raises OSError.
+
+    While it is written it has one of the names that are the server's own.
+    """
     table: list[tuple[str, int, int]] = []
-    publish(path, _portable_chunks(state, covered_lsn, table))
+    temporary = path.with_name(f"pion.{path.name}{TEMPORARY}")
+    publish(path, _portable_chunks(state, covered_lsn, table), temporary)
 
 
 def _portable_chunks(
@@ -271,6 +277,21 @@ def _table(file: FileHandle, name: str) -> list[tuple[str, int, int]] | None:
     if begin < 0 or crc32c(text := pread_exactly(file.fd, length, begin)) != crc:
         raise DamagedData(f"{name} at {max(begin, 0)}: table of contents is wrong")
     return [(str(entry), int(at), int(count)) for entry, at, count in json.loads(text)]
+
+
+def may_replace(path: Path) -> bool:
+    """Whether a portable copy may be written to ``path``: nothing is there, or another one.
+
+    Raises OSError for what cannot be read.
+    """
+    try:
+        file = FileHandle(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return True
+    except NotRegular:
+        return False
+    at = file.size() - len(PORTABLE)
+    return at >= 0 and pread_exactly(file.fd, len(PORTABLE), at) == PORTABLE
 
 
 def unpack_portable(path: Path, folder: Path) -> bool:

@@ -227,6 +227,8 @@ def test_the_257th_session_takes_the_place_of_the_least_recently_used(wire: Wire
         ("keys must be", ("ATTEND.STORE", "INDEX", 0, 1, bytes(31), bytes(16))),
         ("keys must be", ("ATTEND.STORE", "INDEX", 0, 1, bytes(64), bytes(16))),
         ("keys must be", ("ATTEND.STORE", "INDEX", 0, 2, bytes(300_000), bytes(32))),
+        ("finite", ("ATTEND.STORE", "INDEX", 3, 1, b"\0\0\xc0\x7f" + bytes(28), bytes(16))),
+        ("finite", ("ATTEND.STORE", "INDEX", 0, 1, bytes(28) + b"\0\0\x80\xff", bytes(16))),
         ("values must be", ("ATTEND.STORE", "INDEX", 0, 1, bytes(32), bytes(20))),
         ("values must be", ("ATTEND.STORE", "INDEX", 0, 2, bytes(64), bytes(16))),
         ("layer", ("ATTEND.STORE", "INDEX", 9999999999, 1, bytes(32), bytes(16))),
