@@ -133,7 +133,7 @@ def test_another_process_finds_the_system_prompt_and_computes_none_of_it(
         there = Served(other, served.store, served.model, served.tokenizer)
         reply = there.chat([TERSE, user("Never asked before.")])
         assert only_system(reply.cached)
-        assert other.forward == reply.prompt - reply.cached + reply.usage["completion_tokens"]
+        assert reply.forward == reply.prompt - reply.cached + reply.usage["completion_tokens"]
         assert there.attended() >= served.whole * reply.usage["completion_tokens"]
 
 
