@@ -55,6 +55,8 @@ listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
 peer, _ = listener.accept()
 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+if sys.platform == "linux":  # as pion's own sockets
+    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
 while peer.recv(request, socket.MSG_WAITALL):
     peer.sendall(data)
 """

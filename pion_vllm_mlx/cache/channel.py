@@ -19,10 +19,14 @@ from numpy.typing import NDArray
 from pion_vllm_mlx.cache.tls import TlsSocket, secured
 from pion_vllm_mlx.config import ClientTls
 from pion_vllm_mlx.errors import ConfigError, DeadlineExceeded, ProtocolError, StoreUnavailable
+from pion_vllm_mlx.wire.loopback import is_loopback, unpaced
 from pion_vllm_mlx.wire.resp import Reply, ReplyParser
 
 _ALIGNMENT = 64
 _UNIX_SEND_BUFFER_BYTES = 1 << 20
+#: of a long reply so much has to be there before we are woken: to wait, and to be woken, for
+#: every piece that comes takes longer than copying it.
+_STEP_BYTES = 256 << 10
 
 Buffer: TypeAlias = NDArray[Any] | memoryview | bytearray
 
@@ -63,6 +67,7 @@ class Channel:
         self._poll = select.poll()
         self._may_send = True
         self._heard = False
+        self._step = 1
 
     def close(self) -> None:
         """Close this process's descriptor; a forked parent keeps its own."""
@@ -91,13 +96,16 @@ class Channel:
             try:
                 n = self.sock.recv_into(parser.get_buffer())
             except BlockingIOError:
-                self._wait(ends_at, sending=bool(out) and self._may_send)
+                sending = bool(out) and self._may_send
+                self._ask_for(1 if sending else max(1, min(_STEP_BYTES, parser.missing)))
+                self._wait(ends_at, sending=sending)
                 continue
             if n == 0:
                 raise StoreUnavailable(f"{self.address}: {self._end()}")
             self._heard = True
             parser.buffer_updated(n)
             parser.pushes.clear()
+        self._ask_for(1)
         replies = [parser.replies.popleft() for _ in range(wanted)]
         if not parser.idle:
             raise StoreUnavailable(f"{self.address}: sent more than was asked for")
@@ -137,8 +145,19 @@ class Channel:
         self._poll.register(self.sock, events)
         left = ends_at - time.monotonic()
         patience = min(left, self._silence_seconds)
-        if left <= 0 or not self._poll.poll(max(1.0, patience * 1000)):
+        if left <= 0 or not (self._poll.poll(max(1.0, patience * 1000)) or self._anything()):
             raise DeadlineExceeded(f"{self.address}: no reply before the deadline")
+
+    def _ask_for(self, nbytes: int) -> None:
+        """From now on count the socket as readable when so much has come, or its end."""
+        if nbytes != self._step and isinstance(self.sock, socket.socket):
+            self._step = nbytes
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
+    def _anything(self) -> bool:
+        """Whether something has come, be it less than was asked for."""
+        self._ask_for(1)
+        return bool(self._poll.poll(0))
 
     def _open(self, ends_at: float) -> tuple[socket.socket | TlsSocket, TlsSocket | None]:
         """A socket that does not block, and itself again where it is one of TLS."""
@@ -167,6 +186,8 @@ class Channel:
         ):
             sock = socket.socket(family, kind, proto)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if is_loopback(str(where[0])):
+                unpaced(sock)
             try:
                 return _connected(sock, where, ends_at)
             except OSError as error:

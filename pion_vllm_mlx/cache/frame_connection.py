@@ -14,6 +14,7 @@ from pion_vllm_mlx.errors import (
 )
 from pion_vllm_mlx.wire import frames
 from pion_vllm_mlx.wire.frames import FrameParser, Status
+from pion_vllm_mlx.wire.loopback import is_loopback, unpaced
 from pion_vllm_mlx.wire.requests import MemoryBulk
 
 LAYER_STORE, LAYER_FETCH, PING = 0x10, 0x11, 0xFF
@@ -94,6 +95,8 @@ class FrameConnection:
             self._parser = FrameParser()
             self._socket = socket.create_connection((self.host, self.port), timeout=left)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if is_loopback(self._socket.getpeername()[0]):
+                unpaced(self._socket)
         self._socket.settimeout(left)
         return self._socket
 

@@ -24,8 +24,10 @@ from pion_vllm_mlx.server.inbound import DeferredBulk, RefusedBulk
 from pion_vllm_mlx.server.outbound import Stream
 from pion_vllm_mlx.server.outcome import encoded, failed
 from pion_vllm_mlx.server.patience import Patience
+from pion_vllm_mlx.server.receiving import BulkReceiver
 from pion_vllm_mlx.server.session import Client, Context, Server
 from pion_vllm_mlx.wire import resp
+from pion_vllm_mlx.wire.loopback import is_loopback, unpaced
 from pion_vllm_mlx.wire.requests import UNAUTHENTICATED
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Limits, RequestParser
 
@@ -66,6 +68,8 @@ class Connection(asyncio.BufferedProtocol):
         self._closed = False
         self._farewell: Farewell | None = None
         self._direct: StreamWriter | None = None
+        self._receiver: BulkReceiver | None = None
+        self._offered = 0
         self._patience: Patience | None = None
         self._task: asyncio.Task[None] | None = None
         self._handshaking = False
@@ -89,7 +93,10 @@ class Connection(asyncio.BufferedProtocol):
         server = self.server
         if transport.get_extra_info("sslcontext") is None:
             self.transport.set_write_buffer_limits(high=0)
-            self._direct = DirectWriter(self.transport, server.store.run)
+            direct = self._direct = DirectWriter(self.transport, server.store.run)
+            if isinstance(transport.get_extra_info("peername"), tuple):
+                # what a Unix socket holds is too little for a thread that also writes
+                self._receiver = BulkReceiver(self.parser, direct.own_socket, self._came)
         else:
             # with 0 it would say that an empty buffer is full
             self.transport.set_write_buffer_limits(high=1)
@@ -98,10 +105,12 @@ class Connection(asyncio.BufferedProtocol):
         peer = transport.get_extra_info("peername")
         is_tcp = isinstance(peer, tuple)
         address = f"{peer[0]}:{peer[1]}" if is_tcp else "unix"
-        local = not is_tcp or str(peer[0]).startswith(("127.", "::1"))
+        local = not is_tcp or is_loopback(str(peer[0]))
         if is_tcp:
             sock = transport.get_extra_info("socket")
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if local:
+                unpaced(sock)
         self.client = Client(server.client_ids.next(), address, local)
         self._context = Context(server, self.client, self._when_room)
         self._patience = Patience(server.config, self.client)
@@ -119,10 +128,11 @@ class Connection(asyncio.BufferedProtocol):
         if self.client is not None:
             self.server.clients.pop(self.client.client_id, None)
             self.server.connections.pop(self.client.client_id, None)
+        if self._receiver is not None:
+            self._receiver.stop()
         if self._direct is not None:
             self._direct.closed = True
-            if not self._busy:
-                self._direct.release()
+            self._release_socket()
         for args in self.parser.commands:
             dispatch.release(args)
         self.parser.commands.clear()
@@ -135,6 +145,7 @@ class Connection(asyncio.BufferedProtocol):
             return self._farewell.buffer()
         window = self.parser.get_buffer()
         assert window is not None
+        self._offered = len(window)
         return window
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -151,6 +162,8 @@ class Connection(asyncio.BufferedProtocol):
             self.parser.error = ProtocolError("Protocol error: arguments are too long")
         if not self._busy:
             self._pump()
+        if self._receiver is not None and not self._ending:
+            self._receiver.begin(nbytes, self._offered)
         self._pause_or_resume()
 
     def eof_received(self) -> bool:
@@ -203,6 +216,27 @@ class Connection(asyncio.BufferedProtocol):
             self._pump()
         self._pause_or_resume()
 
+    def _came(self, nbytes: int) -> None:
+        """So much of a long argument came by a thread; the transport goes on."""
+        if self._closed:
+            self._release_socket()
+        if self._ending:
+            return
+        self.progress = asyncio.get_running_loop().time()
+        self.parser.bulk_received(nbytes)
+        if not self._busy:
+            self._pump()
+        self._pause_or_resume()
+
+    @property
+    def _receiving(self) -> bool:
+        return self._receiver is not None and self._receiver.running
+
+    def _release_socket(self) -> None:
+        """The connection is lost: close the socket beside the transport's, once unused."""
+        if self._direct is not None and not self._busy and not self._receiving:
+            self._direct.release()
+
     def _pause_or_resume(self) -> None:
         if self._ending:
             return
@@ -210,6 +244,7 @@ class Connection(asyncio.BufferedProtocol):
         wanted = (
             len(self.parser.commands) < (1 if self._unknown else MAX_QUEUED)
             and self.parser.error is None
+            and not self._receiving
             and self.parser.get_buffer() is not None
         )
         if wanted and not self._reading:
@@ -316,8 +351,8 @@ class Connection(asyncio.BufferedProtocol):
         if not self._closed:
             self._pump()
             self._pause_or_resume()
-        elif self._direct is not None:
-            self._direct.release()
+        else:
+            self._release_socket()
 
     def _answer(self, data: bytes) -> None:
         """Take a reply, to be written with those that follow it."""

@@ -25,6 +25,7 @@ from pion_vllm_mlx.server.outbound import GATHER_BYTES, Stream, in_memory
 from pion_vllm_mlx.server.patience import Patience
 from pion_vllm_mlx.server.session import Client, Context, Server
 from pion_vllm_mlx.wire.frames import BodyReader, Frame, FrameParser, Status, header
+from pion_vllm_mlx.wire.loopback import is_loopback, unpaced
 from pion_vllm_mlx.wire.resp import BulkTarget, DiscardBulk
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,9 @@ class BinaryConnection(asyncio.BufferedProtocol):
         server.connections_total += 1
         # nobody, when the other side has left already
         host, port = (transport.get_extra_info("peername") or ("", 0))[:2]
-        address, local = f"{host}:{port}", host == "127.0.0.1"
+        address, local = f"{host}:{port}", is_loopback(host)
+        if local:
+            unpaced(sock)
         self._client = Client(server.client_ids.next(), address, local)
         self._context = Context(server, self._client, self._go_on)
         self._direct = DirectWriter(self._transport, server.store.run)

@@ -58,7 +58,7 @@ class DirectWriter:
     async def send(self, stream: Stream) -> None:
         """Send all of it; when that fails the connection is aborted."""
         try:
-            sock = self._own_socket()
+            sock = self.own_socket()
         except OSError as error:
             log.error("a reply cannot be sent: %s", error)
             self._transport.abort()
@@ -80,8 +80,11 @@ class DirectWriter:
                 # half a reply is out: only closing tells the reader that the rest is missing
                 self._transport.abort()
 
-    def _own_socket(self) -> socket.socket:
-        """The connection's socket, under a descriptor of its own. Raises OSError."""
+    def own_socket(self) -> socket.socket:
+        """The connection's socket, under a descriptor that is open until ``release``.
+
+        Raises OSError.
+        """
         if self._socket is None:
             descriptor = self._transport.get_extra_info("socket").fileno()
             self._socket = socket.socket(fileno=os.dup(descriptor))

@@ -13,6 +13,7 @@ import mmap
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 
 from pion_vllm_mlx.errors import CommandError
@@ -25,6 +26,8 @@ from pion_vllm_mlx.wire.resp import BulkTarget, DiscardBulk
 
 #: bytes of windows that all connections together may hold.
 IN_FLIGHT_BYTES = 64 << 20
+#: bytes that a thread receives before others have a turn.
+TURN_BYTES = 16 << 20
 #: from here on memory is used again: fresh memory costs as much as what is received into it.
 KEPT_WINDOW_BYTES = 128 << 10
 
@@ -56,6 +59,11 @@ class WindowPool:
             buffer = self._free.pop() if self._free else _aligned_memory(WINDOW_BYTES)
             return memoryview(buffer)[:length]
         return memoryview(bytearray(length))
+
+    def shorten(self, window: memoryview, length: int) -> memoryview:
+        """The first ``length`` bytes of a window, in its place; the rest is no longer held."""
+        self.held -= len(window) - length
+        return window[:length]
 
     def give_back(self, window: memoryview) -> None:
         """Return a window; nothing may use it any more."""
@@ -185,6 +193,69 @@ class StreamInbound:
         elif self._received == self.length and self._window is None:
             self._done.set()
         self._when_room()
+
+    def receive(self, fill: Callable[[memoryview], int], told: Callable[[int], None]) -> bool:
+        """Let a thread receive the next bytes, and consume them; whether it does.
+
+        ``fill`` fills a window, or says how much it got when no more come. ``told`` is called
+        on the event loop with how many bytes came; until then nobody may ask for a buffer.
+        That is before the last of all bytes are consumed, which ``wait`` waits for.
+        """
+        if self._writing is not None or self.buffer() is None:
+            return False
+        window, self._window = self._window, None
+        assert window is not None
+        begun = self._received
+        turn = min(self.length - begun, TURN_BYTES)
+        if self.room is not None and not self.room.roomy(turn):
+            turn = 1  # no more than this window, for which there is room
+        self._writing = window
+
+        def tell() -> None:
+            told(self._received - begun)
+
+        job = self._loop.run_in_executor(self._executor, self._receive, fill, window, turn, tell)
+        job.add_done_callback(partial(self._came, tell))
+        return True
+
+    def _receive(
+        self,
+        fill: Callable[[memoryview], int],
+        window: memoryview,
+        turn: int,
+        tell: Callable[[], None],
+    ) -> None:
+        """Receive whole windows, until ``turn`` bytes have come. On a thread."""
+        while turn > 0:
+            end = min(len(window), self._filled + self.length - self._received)
+            count = fill(window[self._filled : end])
+            self._received += count
+            self._filled += count
+            if self._filled < end:
+                return
+            if self._received == self.length:
+                # the next command is received while the end of this one is written
+                self._loop.call_soon_threadsafe(tell)
+                turn = 0
+            turn -= count
+            self._filled = 0
+            self._work(window[:end])
+
+    def _came(self, tell: Callable[[], None], job: asyncio.Future[None]) -> None:
+        window, self._writing = self._writing, None
+        assert window is not None
+        self._error = self._error or job.exception()
+        if self._released or not self._filled:
+            self._pool.give_back(window)
+        else:
+            rest = self.length - self._received
+            self._window = self._pool.shorten(window, min(len(window), self._filled + rest))
+        if self._released:
+            self._clean_up()
+        elif self._received == self.length:
+            self._done.set()
+        if self._received < self.length:
+            tell()
 
     async def wait(self) -> None:
         """Until every byte was consumed; raises CommandError when consuming failed."""

@@ -32,6 +32,8 @@ TURN_BYTES = 16 << 20
 #: bytes in memory that the event loop sends itself before others have a turn.
 STEP_BYTES = 4 << 20
 MAX_REPLY_BYTES = 1 << 30
+#: more follows at once.
+_MORE = socket.MSG_MORE if sys.platform == "linux" else 0
 #: pieces that one system call is given.
 _MOST_VIEWS = 64
 
@@ -196,7 +198,7 @@ class Sender:
 
     def _send(self) -> int:
         if self._views:
-            sent = self._sock.sendmsg(self._views)
+            sent = self._sock.sendmsg(self._views, (), self._flags)
             self._views = _behind(self._views, sent)
             return sent
         assert self._range is not None
@@ -205,6 +207,11 @@ class Sender:
         rest = FileRange(file, offset + sent, length - sent)
         self._range = rest if rest.length else None
         return sent
+
+    @property
+    def _flags(self) -> int:
+        """What is short waits for the file range behind it: a header alone wakes a reader."""
+        return _MORE if self._range is not None else 0
 
     def _sendfile(self, fd: int, offset: int, length: int) -> int:
         if sys.platform == "darwin" and self._sock.family == socket.AF_UNIX:

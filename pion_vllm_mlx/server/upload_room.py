@@ -37,13 +37,21 @@ class UploadRoom:
         """Whether the next ``nbytes`` may come; where not even they fit, ``error`` says so."""
         if self._task is not None:
             return False
-        space = self._store.space
-        nbytes += min(self._pool.held, space.disk_budget // _PART_ON_ITS_WAY)
-        if self.error is not None or self._made or space.excess(nbytes) <= 0:
+        nbytes += self._on_its_way()
+        if self.error is not None or self._made or self._store.space.excess(nbytes) <= 0:
             self._made = False
             return True
         self._task = asyncio.get_running_loop().create_task(self._make(nbytes))
         return False
+
+    def roomy(self, nbytes: int) -> bool:
+        """Whether the next ``nbytes`` may come with nobody asking before each window."""
+        if self._task is not None or self.error is not None:
+            return False
+        return self._store.space.excess(nbytes + self._on_its_way()) <= 0
+
+    def _on_its_way(self) -> int:
+        return min(self._pool.held, self._store.space.disk_budget // _PART_ON_ITS_WAY)
 
     async def _make(self, nbytes: int) -> None:
         try:

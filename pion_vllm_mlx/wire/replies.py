@@ -103,6 +103,11 @@ class ReplyParser:
         )
 
     @property
+    def missing(self) -> int:
+        """How many bytes of an open long bulk string are still to come; 0 when none is open."""
+        return 0 if self._window is None else len(self._window) - self._filled
+
+    @property
     def item_index(self) -> int:
         """Which item of the outermost array is being read; 0 outside of arrays."""
         return len(self._stack[0].items) if self._stack else 0

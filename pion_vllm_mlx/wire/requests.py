@@ -143,6 +143,11 @@ class RequestParser:
         return self._target is not None and self.error is None
 
     @property
+    def open_target(self) -> tuple[BulkTarget | None, int]:
+        """The target of the half received long bulk string, and how many bytes it lacks."""
+        return (self._target, self._target_left) if self.in_bulk else (None, 0)
+
+    @property
     def mid_command(self) -> bool:
         """Whether a command is half received."""
         return self.error is None and (self._args_left > 0 or self._start < self._end)
@@ -196,6 +201,11 @@ class RequestParser:
         except ProtocolError as error:
             self.error = error
             self._start = self._end = 0
+
+    def bulk_received(self, n: int) -> None:
+        """Take note of ``n`` bytes that the open target got, and counted, by another way."""
+        self._target_left -= n
+        self.buffer_updated(0)
 
     # -- the parse buffer ---------------------------------------------------
 

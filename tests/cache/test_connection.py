@@ -354,6 +354,27 @@ def test_a_silent_server_is_given_up_long_before_a_large_transfers_deadline(
             it.fetch_into(["GET", "a"])
 
 
+def test_a_long_reply_that_comes_in_small_pieces_comes_whole(
+    scripted: Callable[..., ScriptedServer],
+) -> None:
+    data = os.urandom(700_000)
+    pieces = [data[at : at + 70_000] for at in range(0, len(data), 70_000)]
+    server = scripted(says(b"$700000\r\n", *pieces, b"\r\n", pause=0.01))
+    with RespConnection(server.address, deadline_seconds=HUNG) as connection:
+        (array,) = connection.fetch_into(["GET", "a"])
+        assert array is not None and array.tobytes() == data
+
+
+def test_a_long_reply_slower_than_silence_allows_for_all_of_it_comes_whole(
+    scripted: Callable[..., ScriptedServer],
+) -> None:
+    """What has come counts, though less than is waited for."""
+    pieces = [bytes(1000)] * 12
+    server = scripted(says(b"$12000\r\n", *pieces, b"\r\n", pause=SHORT / 3))
+    with RespConnection(server.address, deadline_seconds=HUNG, silence_seconds=SHORT) as it:
+        assert it.fetch_into(["GET", "a"]) is not None
+
+
 @pytest.mark.parametrize("cut", range(len(b"*2\r\n$3\r\nabc\r\n:1\r\n")))
 def test_half_a_reply_and_a_closed_socket_is_unavailable(
     scripted: Callable[..., ScriptedServer], cut: int
