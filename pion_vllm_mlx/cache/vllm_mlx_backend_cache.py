@@ -333,6 +333,7 @@ class PionPrefixCache:
         if store is None or options is None:
             return
         if lookup.prompt_tokens - 1 - held < options.min_gain:
+            store.recheck(lookup.ids)
             return
         lookup.match = match = store.match(lookup.ids)
         if match.withheld > held:

@@ -48,6 +48,8 @@ class Tiers:
                 plan.why = match.why
             if match.length >= held + least:
                 plan.match = match
+        else:
+            self.store.recheck(plan.ids)
         if plan.match is not None and not self._restore(plan, held):
             plan.resume, plan.why = [], NOT_RESTORED
 

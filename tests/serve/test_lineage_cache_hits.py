@@ -144,6 +144,41 @@ def fetched(cache: LineageCache, plan: Plan) -> list[Any] | None:
     return cache.fetch_nearest_cache("m", PlannedPrompt(plan))[0]
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mamba"])
+def test_what_others_delete_is_stored_again_while_memory_has_it(
+    server: RunningServer, family: str
+) -> None:
+    model, prompt = tiny_model(family), token_ids(300, 77)
+    cache = opened(server, model, f"deleted {family}")
+    store = cache.store
+    assert store is not None
+
+    def turn() -> Plan:
+        plan = looked_up(cache, [*prompt, 1])
+        assert fetched(cache, plan) is not None or not store.stats().get("kept")
+        assert store.flush()  # long before a reply has ended
+        cache.insert_cache("m", prompt, filled(model, prompt), cache_type="final")
+        assert store.flush()
+        return plan
+
+    turn()
+    kept, written = {one.tokens for one in store.conversations()}, store.stats()["written"]
+    assert max(kept) == len(prompt)
+    turn()
+    assert store.stats()["written"] == written
+    other = opened(server, model, f"deleted {family}")
+    assert other.store is not None
+    for one in sorted(other.store.conversations(), key=lambda one: -one.tokens):
+        other.store.drop(one.id)
+    assert not store.conversations()
+    assert turn().tier == "memory"
+    assert {one.tokens for one in store.conversations()} == kept
+    again = looked_up(other, [*prompt, 1])
+    assert again.restored is not None and again.restored.length == len(prompt), again.why
+    for one_cache in (cache, other):
+        one_cache.close()
+
+
 @pytest.mark.parametrize("family", ["llama", "mamba"])
 def test_what_a_look_up_found_is_not_lost_to_others_until_it_is_used(
     server: RunningServer, family: str

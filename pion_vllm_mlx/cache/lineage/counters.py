@@ -16,8 +16,9 @@ class Counters:
     ``tokens_restored`` what was loaded for them; a process asks the store only for what its own
     memory has not. ``hits``, ``bytes_restored``,
     ``restore_failures``, ``kept``, ``written``, ``bytes_written``, ``bytes_rows``,
-    ``evicted``, ``damaged``, ``unavailable``; what was not stored, by cause: ``queue_full``,
-    ``over_budget``, ``contended``, ``lost``, ``refused``, ``failed``; and ``lane_…`` a lane.
+    ``evicted``, ``damaged``, ``unavailable``; ``gone``, what others deleted while memory had it;
+    what was not stored, by cause: ``queue_full``, ``over_budget``, ``contended``, ``lost``,
+    ``refused``, ``failed``; and ``lane_…`` a lane.
     """
 
     def __init__(self) -> None:

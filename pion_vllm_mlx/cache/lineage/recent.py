@@ -1,8 +1,9 @@
 """What this process knows to be stored already, without asking.
 
 ``keep`` has two milliseconds: it must not ask the server what is new. Matches and keeps of
-the latest prompts are remembered. What is remembered and no longer true (evicted meanwhile)
-makes a store that is lost: the prompt is then forgotten, and the next one brings all.
+the latest prompts are remembered. What is remembered and no longer true (evicted, or deleted
+by others) makes a store that is lost: the prompt is then forgotten, and the next one brings all.
+Where nothing new would be stored, that is found out by ``recheck``.
 """
 
 from __future__ import annotations

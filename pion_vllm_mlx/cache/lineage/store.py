@@ -139,6 +139,8 @@ class LineageStore(Stored):
         self._faults.answered()
         match = replace(match_of(found, ids, self._key.names, self._rules), nearest=found)
         point = match.checkpoint.length if match.checkpoint is not None else None
+        if match.common < self._recent.since(ids)[0].rows:
+            self.recheck(ids)  # gone, or on its way
         self._recent.note(ids, match.common, match.length, point)
         refused = self._refused.longest(ids)
         if refused > match.common:

@@ -5,12 +5,17 @@ Nothing here touches an array: no engine is needed, and none is held up.
 
 from __future__ import annotations
 
+from functools import partial
+
+from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.lineage.background import Background, Task
 from pion_vllm_mlx.cache.lineage.branching import Branching
 from pion_vllm_mlx.cache.lineage.client import CONNECT_SECONDS, LineageClient
 from pion_vllm_mlx.cache.lineage.conversations import Conversations
+from pion_vllm_mlx.cache.lineage.counters import Counters
 from pion_vllm_mlx.cache.lineage.explain import explain
 from pion_vllm_mlx.cache.lineage.faults import Faults
-from pion_vllm_mlx.cache.lineage.index import Found
+from pion_vllm_mlx.cache.lineage.index import Found, Index, Names
 from pion_vllm_mlx.cache.lineage.matching import Rules
 from pion_vllm_mlx.cache.lineage.model_key import Key
 from pion_vllm_mlx.cache.lineage.recent import Recent
@@ -23,6 +28,9 @@ class Stored:
     """What a store of one model holds; a store that bypasses holds nothing."""
 
     _front: LineageClient
+    _back: LineageClient
+    _background: Background
+    _counters: Counters
     _key: Key
     _rules: Rules
     _recent: Recent
@@ -42,6 +50,20 @@ class Stored:
             self._faults.unavailable(error)
             return False
         return True
+
+    def recheck(self, tokens: Tokens) -> None:
+        """Sees to it that what ``keep`` holds for stored of ``tokens`` still is.
+
+        Others may have deleted it meanwhile, while memory serves the prompt and nothing asks.
+        Behind the caller's back, after what waits to be stored. Any thread; never raises.
+        """
+        ids, _ = token_ids(tokens)
+        if ids is None or self._bypass is not None:
+            return
+        rows = self._recent.since(ids)[0].rows
+        if rows:
+            run = partial(self._recheck, self._key.names, ids, rows)
+            self._background.put(Task(run, lambda error: None))
 
     def explain(self, tokens: Tokens, then: Found | None = None) -> Explanation:
         """Why ``tokens`` are not a longer hit: nearest prefix, first difference, key field.
@@ -96,6 +118,12 @@ class Stored:
         return names.member(number)
 
     # -- inside ---------------------------------------------------------------
+
+    def _recheck(self, names: Names, ids: TokenIds, rows: int) -> None:
+        """Forgets what it knew of a prompt of which ``rows`` tokens should be stored."""
+        if Index(self._back, names).find(ids, whole=False).common < rows:
+            self._counters.add("gone", why="a prompt that was stored is not stored any more")
+            self._recent.forget(ids)
 
     def _conversations(self) -> Conversations:
         if self._bypass is not None:
