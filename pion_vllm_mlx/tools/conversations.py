@@ -156,12 +156,11 @@ def table(found: Sequence[Listed], begins: Sequence[str | None], now: float) -> 
 
 
 def _each(options: argparse.Namespace, do: Callable[[Shelf, Conversations, str], str]) -> int:
-    """Checks that every id is there, then does one after the other."""
+    """Checks that every id is there, then does one after the other, what stands on others first."""
     with lineages(options) as client:
         shelf = Shelf(client)
-        for name in options.ids:
-            shelf.chain(name)
-        for name in dict.fromkeys(options.ids):
+        depth = {name: len(shelf.chain(name)) for name in options.ids}
+        for name in sorted(depth, key=lambda name: -depth[name]):
             print(do(shelf, _conversations(client, shelf, name), name))
     return 0
 
@@ -189,6 +188,10 @@ def _unpin(options: argparse.Namespace) -> int:
 
 def _delete(options: argparse.Namespace) -> int:
     def do(shelf: Shelf, model: Conversations, name: str) -> str:
+        try:
+            model.segment(name)
+        except KeyError:  # it was there a moment ago
+            return f"{name}: deleted with the last that stood on it"
         try:
             gone = model.drop(name)
         except KeyError:

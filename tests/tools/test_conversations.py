@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm import load
 from mlx_lm.models.cache import load_prompt_cache
 
+from pion_vllm_mlx.cache.connection import info_fields
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore
 from pion_vllm_mlx.cache.lineage.client import connect
 from pion_vllm_mlx.tools.lineage_access import Shelf
@@ -212,6 +213,38 @@ def test_what_others_go_on_from_is_not_deleted_under_them(server: RunningServer)
     refused = ran(server, "delete", anchors[0])
     assert refused.code == 1 and "go on from" in refused.err
     assert turn(model, server, ids).reused == len(ids) - 1
+
+
+@pytest.mark.parametrize("order", ["latest first", "oldest first", "one by one"])
+def test_when_all_that_is_listed_was_deleted_nothing_is_left(
+    server: RunningServer, order: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, system = tiny_model("llama"), prompt(64, 31)
+    first = [*system, *prompt(80, 32)]
+    turn(model, server, first, anchor=64)
+    turn(model, server, [*system, *prompt(40, 33)], anchor=64)
+    for cut, seed in ((120, 34), (100, 35)):  # two that leave the first one, in the middle
+        turn(model, server, [*first[:cut], *prompt(40, seed)], anchor=64)
+    turn(model, server, [*system[:30], *prompt(60, 36)])  # and one that leaves the anchor
+    names = sorted(listed(server), key=lambda name: int(name.partition(":")[2]))
+    assert len(names) == 6
+    if order == "one by one":  # what others stand on as soon as it may go
+        while names:
+            words = ("conversations", "delete", "--url", url_of(server))
+            gone = [name for name in names if here(capsys, *words, name).code == 0]
+            assert gone, names
+            names = [name for name in names if name not in gone]
+    else:
+        names = names if order == "oldest first" else names[::-1]
+        done = ran(server, "delete", *names)
+        assert done.code == 0, done.err
+    assert not listed(server)
+    client = connect(LineageOptions(url=url_of(server)))
+    (info,) = client.demand("x", [("KV.PREFIX.INFO",)])
+    assert int(info_fields(info)["vstore_bytes"]) == 0
+    keys = {key.decode().split(":")[2] for key in client.demand("x", [("KEYS", "pps:*:*")])[0]}
+    assert keys <= {"layout", "key", "nextseg"}
+    client.close()
 
 
 def test_wrong_ids_and_words_are_named(

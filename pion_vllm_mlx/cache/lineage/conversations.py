@@ -12,7 +12,7 @@ from crc32c import crc32c
 
 from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, CompletionRecord, TokenIds
 from pion_vllm_mlx.cache.lineage.client import LineageClient, as_int, as_text, pairs_of
-from pion_vllm_mlx.cache.lineage.index import LRU_KEY, SIZES_KEY, Index, Names, Segment
+from pion_vllm_mlx.cache.lineage.index import LRU_KEY, SIZES_KEY, WAY, Index, Names, Segment
 from pion_vllm_mlx.cache.lineage.locks import held
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.types import Conversation
@@ -90,7 +90,8 @@ class Conversations:
         """Deletes a conversation, and what it alone stands on; how many segments went.
 
         Where others left it in its last segment, that one only ends earlier: its tokens and
-        states behind that go at once, the rows, which nothing names any more, with the segment.
+        states behind that go at once, the rows, which nothing names any more, with the segment,
+        and that with the last of the others.
         """
         segment: Segment | None = self.segment(conversation)
         publisher = Publisher(self._client, self._names)
@@ -98,23 +99,26 @@ class Conversations:
         while segment is not None:
             tokens = self._index.tokens_up_to(segment)
             if segment.kids:
-                self._shorten(segment, tokens, conversation)
+                if _last_left(segment) >= segment.end:
+                    if not gone:
+                        raise KeyError(conversation)
+                else:
+                    self._shorten(segment, tokens)
                 break
             if not publisher.remove(segment, tokens):
                 break
             gone += 1
             base, parent = segment.base, segment.parent
             segment = self._index.segments([parent])[0] if parent >= 0 else None
-            stays = segment is not None and (segment.kids or segment.pinned or segment.kind)
-            if stays or (segment is not None and segment.end > base):
+            if segment is not None and segment.kind != WAY and _stays(segment, base):
                 break
         return gone
 
-    def _shorten(self, segment: Segment, tokens: TokenIds, conversation: str) -> None:
-        """Lets a segment end where its last child leaves it. Raises KeyError if it does."""
-        end = max(kid.base for kid in segment.kids)
-        if end >= segment.end:
-            raise KeyError(conversation)
+    def _shorten(self, segment: Segment, tokens: TokenIds) -> None:
+        """Lets a segment end where its last child leaves it, as it does not yet."""
+        end = _last_left(segment)
+        if segment.pinned and not self._pinned_kids(segment):
+            self._set_pin(segment.number, False)
         namespace = self._names.namespace(segment.number)
         with held(self._client, self._names, tokens) as lock:
             Publisher(self._client, self._names).shorten(segment, tokens, end, lock)
@@ -150,6 +154,16 @@ class Conversations:
     def _number_of(self, member: str) -> int | None:
         mid, _, number = member.rpartition(":")
         return as_int(number) if mid == self._names.mid else None
+
+
+def _last_left(segment: Segment) -> int:
+    """Where the last of its children leaves a segment."""
+    return max(kid.base for kid in segment.kids)
+
+
+def _stays(segment: Segment, left: int) -> bool:
+    """Whether a segment is more than the way to the child that left it at ``left``."""
+    return bool(segment.kids or segment.pinned or segment.kind) or segment.end > left
 
 
 def ends_here(segment: Segment) -> bool:

@@ -42,6 +42,8 @@ from pion_vllm_mlx.cache.lineage.types import KEEP_KINDS, Checkpoint, KeepKind, 
 from pion_vllm_mlx.errors import CommandError, DamagedData
 
 LRU_KEY, SIZES_KEY, ANCHORS_KEY = "pps:lru", "pps:sizes", "pps:anchors"
+WAY = "way"
+"""The kind of a segment whose own conversation was deleted: it only leads to its children."""
 FIELDS = ("parent", "base", "len", "up", "kids", "ckpts", "win", "kind", "pin")
 _MOST_STEPS = 64
 

@@ -31,6 +31,7 @@ from pion_vllm_mlx.cache.lineage.index import (
     FIELDS,
     LRU_KEY,
     SIZES_KEY,
+    WAY,
     Kid,
     Names,
     Segment,
@@ -219,9 +220,10 @@ class Publisher:
         return True
 
     def shorten(self, segment: Segment, tokens: TokenIds, end: int, lock: TreeLock) -> None:
-        """Ends a segment earlier, where its last child leaves it; it is not extended again.
+        """Ends a segment earlier, where its last child leaves it, as the way to its children only.
 
-        Raises Superseded where the lock or the segment is gone, or the segment has grown.
+        It is not extended again, and goes with the last of them. Raises Superseded where the
+        lock or the segment is gone, or the segment has grown.
         """
         names, own = self._names, self._names.segment(segment.number)
 
@@ -237,9 +239,10 @@ class Publisher:
                 "toks": np.ascontiguousarray(tokens[segment.base : end], "<u4").tobytes(),
                 "ckpts": checkpoints_text(stay),
                 "win": windows_text(windows),
-                "kind": now.kind or "shared",
+                "kind": WAY,
             }
-            return [("HSET", own, *_flat(fields.items()))]
+            anchor = ("ZREM", ANCHORS_KEY, names.member(segment.number))
+            return [("HSET", own, *_flat(fields.items())), anchor]
 
         reads = [("GET", lock.key), ("HMGET", own, *FIELDS)]
         if self._client.transaction(names.route, [lock.key, own], reads, decide) is None:
