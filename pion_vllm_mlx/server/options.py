@@ -162,7 +162,8 @@ _FLAGS: dict[str, Flag] = {
     "--disk-budget": Flag(
         "disk_budget",
         size,
-        help="bytes that the data folder may take, logs included (0: any)",
+        help="bytes that the data folder may take, logs included (0: any); leaves half as much, "
+        "5 GiB at most, of the disk free",
         metavar="BYTES",
     ),
     "--share-equal": Flag(

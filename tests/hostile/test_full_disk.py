@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.conftest import RunningServer, free_port_block
 from tests.hostile.conftest import StartServer
 from tests.hostile.watching import eventually
 from tests.server.wire import Refusal, Wire, fingerprint, settle
+from tests.small_disk import fill
 
 DISK_BYTES = 24 << 20
 WIDTH = 256
@@ -134,3 +137,50 @@ def test_a_log_that_cannot_grow_refuses_and_recovers(
         expected = row * (stored // 100 + 1)
         count = stored + 100
         assert wire.ask("V.FETCH", "a_pk", 1, "RANGE", 0, count, "FMT", "NATIVE") == expected
+
+
+def until_nothing_is_logged(wire: Wire, name: str) -> None:
+    """No record as short as this one fits any more."""
+    for words in itertools.cycle((("KV.PREFIX.PIN", name), ("KV.PREFIX.UNPIN", name))):
+        answer = wire.ask(*words)
+        if isinstance(answer, Refusal):
+            assert "No space left" in answer
+            return
+
+
+@pytest.mark.parametrize("flags", [(), ("-w", "2", "--independent-workers")], ids=["one", "two"])
+def test_dropping_relieves_a_disk_without_any_room(small_disk: Path, flags: tuple[str]) -> None:
+    server = RunningServer(free_port_block(), small_disk / "data", flags)
+    server.dir.mkdir()
+    names = [f"n{number}" for number in range(8)]
+    rows, blob = random_rows(0.5)
+    try:
+        server.start()
+        with Wire.tcp(server.port + 2) as wire:
+            for name in names:
+                wire.ok("KV.PREFIX.REGISTER", name, WIDTH, "fp16")
+                wire.ok("V.STOREBATCH", f"{name}_pk", 0, 0, rows, blob, "FMT", "F16")
+                wire.ok("SSM.PREFIX.STORE", name, 65535, b"complete")
+            for name in names[:6]:
+                # again and again: others take what each drop gives back
+                fill(small_disk / f"ballast {name}")
+                until_nothing_is_logged(wire, names[-1])
+                refused_for_want_of_space(wire, "KV.PREFIX.REGISTER", "new", WIDTH, "fp16")
+                before = free_bytes(small_disk)
+                assert wire.ask("KV.PREFIX.DROP", name) == 1
+                assert wire.ask("KV.PREFIX.LOOKUP", name) == "MISS"
+                assert free_bytes(small_disk) > before + len(blob) // 2
+            wire.ok("KV.PREFIX.REGISTER", "new", WIDTH, "fp16")
+        server.kill()
+        for ballast in small_disk.glob("ballast*"):
+            ballast.unlink()
+        server.start()
+        with Wire.tcp(server.port + 2) as wire:
+            for name in names[:6]:
+                assert wire.ask("KV.PREFIX.LOOKUP", name) == "MISS"
+                assert wire.ask("SSM.PREFIX.FETCH", name, 65535) is None
+            for name in (*names[6:], "new"):
+                assert wire.ask("KV.PREFIX.LOOKUP", name) == "HIT"
+        assert not list(server.dir.glob("*.tmp"))
+    finally:
+        server.stop()

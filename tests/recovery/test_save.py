@@ -105,7 +105,9 @@ def test_a_command_that_the_disk_refuses_changes_nothing_and_the_store_goes_on(
                 except CommandError:
                     assert faults.failed
                 else:
-                    assert not faults.failed
+                    # a drop has room that was kept for it
+                    assert not faults.failed or (command, faults.failed) == ("drop", ["pwrite"])
+                    assert driver.ask("KV.PREFIX.LOOKUP", "a") == "MISS" or command != "drop"
             found = driver.content()
             if faults.failed and command != "drop":
                 assert found == before, (fail_at, faults.failed)

@@ -14,6 +14,7 @@ import pytest
 from pion_vllm_mlx.server.main import BUDGET_OF_LOGS, LEAST_LOG_BYTES
 from tests.conftest import RunningServer, free_port_block
 from tests.server.wire import Refusal, Wire
+from tests.small_disk import fill, small_disk
 
 MEGABYTE = 1 << 20
 WIDTH = 256
@@ -222,3 +223,70 @@ def test_deleted_and_overwritten_keys_give_their_room_to_prefixes(server: Runnin
     with Wire.tcp(server.port) as wire:
         assert len(wire.ask("GET", "same")) == 4 * MEGABYTE
         assert wire.ask("GET", "k0") is None
+
+
+def test_states_of_no_namespace_leave_in_their_turn(server: RunningServer) -> None:
+    budget = 24 * MEGABYTE
+    server.start("--disk-budget", str(budget))
+    state = np.random.default_rng(0).bytes(MEGABYTE)
+    rows = 2 * MEGABYTE // ROW_BYTES
+    with Wire.tcp(server.port) as wire:
+        assert store(wire, "first", rows, 1) == "OK"
+        wire.ok("SSM.PREFIX.STORE", "first@9", 0, state)
+        for number in range(60):
+            wire.ok("SSM.PREFIX.STORE", f"stray{number}@7", 0, state)
+            assert wire.ask("KV.PREFIX.LOOKUP", "first") == "HIT"
+            # one that is used stays, too
+            assert wire.ask("SSM.PREFIX.FETCH", "stray0@7", 0) == state
+        assert wire.ask("SSM.PREFIX.FETCH", "stray1@7", 0) is None
+        assert wire.ask("SSM.PREFIX.FETCH", "stray59@7", 0) == state
+        for number in range(20):
+            assert store(wire, f"n{number}", rows, 2 + number) == "OK"
+            assert wire.ask("KV.PREFIX.LOOKUP", "first") == "HIT"
+        assert wire.ask("SSM.PREFIX.FETCH", "first@9", 0) == state
+        assert wire.ask("SSM.PREFIX.FETCH", "stray59@7", 0) is None
+        assert du(server.dir) <= budget + log_bytes(budget)
+
+
+def test_after_a_restart_states_of_no_namespace_leave_before_prefixes(
+    server: RunningServer,
+) -> None:
+    budget = 24 * MEGABYTE
+    server.start("--disk-budget", str(budget))
+    rows = 2 * MEGABYTE // ROW_BYTES
+    with Wire.tcp(server.port) as wire:
+        assert store(wire, "first", rows, 1) == "OK"
+        for number in range(15):
+            wire.ok("SSM.PREFIX.STORE", f"stray{number}", 0, os.urandom(MEGABYTE))
+    server.restart("--disk-budget", str(budget))
+    with Wire.tcp(server.port) as wire:
+        for number in range(8):
+            assert store(wire, f"n{number}", rows, 2 + number) == "OK"
+        assert wire.ask("KV.PREFIX.LOOKUP", "first") == "HIT"
+        assert wire.ask("SSM.PREFIX.FETCH", "stray0", 0) is None
+
+
+def test_a_budget_on_a_small_disk_leaves_half_as_much_free_and_says_so(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "small", 64 * MEGABYTE) as disk:
+        one = RunningServer(free_port_block(), disk / "data")
+        one.dir.mkdir()
+        one.log = tmp_path / "server.log"
+        one.start("--disk-budget", str(40 * MEGABYTE))
+        rows = 4 * MEGABYTE // ROW_BYTES
+        try:
+            with Wire.tcp(one.port) as wire:
+                for number in range(15):
+                    assert store(wire, f"n{number}", rows, number) == "OK"
+                held = int(wire.info("KV.PREFIX.INFO")["vstore_bytes"])
+                assert 28 * MEGABYTE <= held <= 40 * MEGABYTE
+                answers: list[object] = ["OK"]
+                while answers[-1] == "OK" and len(answers) < 10:
+                    fill(disk / f"others{len(answers)}")
+                    answers.append(store(wire, f"more{len(answers)}", rows, 1))
+                assert isinstance(answers[-1], Refusal)
+                assert "it leaves 20 MB of the disk free, and only " in answers[-1]
+                for others in disk.glob("others*"):
+                    others.unlink()
+                assert store(wire, "n", rows, 1) == "OK"
+        finally:
+            one.stop()

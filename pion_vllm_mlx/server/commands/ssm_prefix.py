@@ -180,6 +180,7 @@ async def ssm_prefix_fetch(context: Context, args: list[Arg]) -> Reply:
     blob = context.state.states.get(sid, {}).get(layer)
     if blob is None or any(map(context.overdue, _namespaces(sid))):
         return None
+    context.state.touch_states(sid)
     piece = file_range(blob.place, 0, blob.length)
     if not await _verified(context, sid, blob):
         return None

@@ -85,6 +85,26 @@ def state_sids(state: State, namespace: bytes) -> tuple[bytes, ...]:
     return tuple(sid for sid in state.states if sid == namespace or sid.startswith(prefix))
 
 
+def oldest_stray(state: State) -> tuple[bytes, int] | None:
+    """The sid of states of no namespace that is there, and when they were accessed; the oldest.
+
+    States may be stored without a namespace, and then no prefix takes them along.
+    """
+    there = {group_of(sid) for sid in state.sessions}
+    stray = {
+        sid: max(blob.accessed for blob in layers.values())
+        for sid, layers in state.states.items()
+        if there.isdisjoint(namespaces_of(sid))
+    }
+    return min(stray.items(), key=lambda one: one[1], default=None)
+
+
+def namespaces_of(sid: bytes) -> list[bytes]:
+    """The namespaces whose states may have this sid: of ``a@1@2`` ``a``, ``a@1``, ``a@1@2``."""
+    parts = sid.split(b"@")
+    return [b"@".join(parts[: count + 1]) for count in range(len(parts))]
+
+
 def drop_namespace(state: State, namespace: bytes, reason: str, at: int) -> list[Record]:
     """The records that free both sides of a namespace and its states."""
     effects: list[Record] = []

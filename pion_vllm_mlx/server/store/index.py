@@ -168,12 +168,13 @@ class LayerRows:
 
 @dataclass
 class StateBlob:
-    """A recurrent state: ``length`` opaque bytes."""
+    """A recurrent state: ``length`` opaque bytes; ``accessed`` as of a session."""
 
     length: int
     crc: int
     place: Place
     verified: bool
+    accessed: int = field(default=0, compare=False)
 
 
 @dataclass

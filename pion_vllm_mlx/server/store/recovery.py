@@ -57,6 +57,10 @@ class Paths:
     def segments(self) -> Path:
         return self._file("segments")
 
+    @property
+    def reserve(self) -> Path:
+        return self.folder / f"pion.reserve.{self.worker}{TEMPORARY}"
+
     def all_files(self) -> tuple[Path, ...]:
         """Every file that is replaced as a whole."""
         return self.vstore, self.vstore_wal, self.ssm, self.ssm_wal

@@ -19,6 +19,8 @@ from pion_vllm_mlx.server.store.eviction import (
     PinLimits,
     drop_namespace,
     drop_session,
+    namespaces_of,
+    oldest_stray,
 )
 from pion_vllm_mlx.server.store.files import refusals
 from pion_vllm_mlx.server.store.folder_use import FolderUse
@@ -31,7 +33,7 @@ from pion_vllm_mlx.server.store.wal import Inline
 
 log = logging.getLogger(__name__)
 
-#: what a disk budget always leaves free.
+#: what a disk budget leaves free of the disk, where that is no more than half of the budget.
 RESERVED_FREE_BYTES = 5 << 30
 #: how long small stores are granted out of what was measured.
 _GRANT_SECONDS = 0.05
@@ -44,7 +46,7 @@ class Space:
     ``use``: what counts beside the segments. ``owed``: bytes in logs and snapshots whose
     prefixes were evicted; the next save gives them back. ``spare`` deletes one file that can
     be made again; False when there is none. ``wasted``: bytes of what counts beside prefixes
-    that a save of it gives back.
+    that a save of it gives back. ``workers`` share the disk, and have a budget like this each.
     """
 
     state: State
@@ -56,6 +58,7 @@ class Space:
     use: FolderUse
     spare: Callable[[], bool] = lambda: False
     wasted: Callable[[], int] = lambda: 0
+    workers: int = 1
     evictions: int = 0
     owed: int = 0
     _granted: int = field(default=0, repr=False)
@@ -75,9 +78,23 @@ class Space:
         """Bytes that have to go before ``nbytes`` more fit; not positive when they fit."""
         if not self.disk_budget:
             return 0
-        free = shutil.disk_usage(self.segments.path).free
         over = self.used_bytes() - self.disk_budget
-        return nbytes + max(over, RESERVED_FREE_BYTES - free) - self.owed
+        return nbytes + max(over, self._left_free() - self._free()) - self.owed
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self.segments.path).free
+
+    def _left_free(self) -> int:
+        """Bytes of the disk that stores leave to others."""
+        return min(RESERVED_FREE_BYTES, self.disk_budget * self.workers // 2)
+
+    def refusal(self) -> CommandError:
+        """Why a store does not fit though all has left that can."""
+        why = "the disk budget does not allow this store"
+        free, left = self._free(), self._left_free()
+        if free - left < self.disk_budget - self.used_bytes():
+            why += f": it leaves {left >> 20} MB of the disk free, and only {free >> 20} MB are"
+        return CommandError(why)
 
     def fits(self, nbytes: int) -> bool:
         """Whether a small store fits, by what was measured a moment ago."""
@@ -97,12 +114,21 @@ class Space:
     def evict_for_bytes(self, excess: int) -> list[Record]:
         """Effects that make one prefix or session leave, with all that hold the same bytes.
 
-        Raises CommandError when even an empty store would not do.
+        So do states of no namespace, in their turn. Raises CommandError when even an empty
+        store would not do.
         """
-        victims = self._victims(spared=True) or self._victims(spared=False)
-        if not victims or excess > self.disk_bytes() + self.use.of_prefixes():
-            raise CommandError("the disk budget does not allow this store")
+        victims = self._victims(spared=True)
         effects: list[Record] = []
+        stray = oldest_stray(self.state)
+        if stray is None:
+            victims = victims or self._victims(spared=False)
+        elif all(session.pinned or session.accessed > stray[1] for session in victims):
+            victims = []
+            self.evictions += 1
+            effects.append(DropStates((stray[0],)))
+        possible = excess <= self.disk_bytes() + self.use.of_prefixes()
+        if not possible or not (victims or effects):
+            raise self.refusal()
         for victim in victims:
             self.evictions += 1
             group, now = group_of(victim.sid), int(time.time())
@@ -154,13 +180,7 @@ class Space:
 
     def _with_states(self) -> set[bytes]:
         """The namespaces that have states: of ``a@1@2`` each of ``a``, ``a@1``, ``a@1@2``."""
-        found = set(self.state.states)
-        for sid in self.state.states:
-            at = sid.find(b"@")
-            while at >= 0:
-                found.add(sid[:at])
-                at = sid.find(b"@", at + 1)
-        return found
+        return {name for sid in self.state.states for name in namespaces_of(sid)}
 
     def _frees_nothing(self, session: Session, group: bytes, with_states: set[bytes]) -> bool:
         sides = self.state.sides(group) if group != session.sid else [session]
@@ -185,7 +205,7 @@ class Space:
         """
         most = self.disk_budget - self.use.total() + self.use.of_prefixes()
         if self.disk_budget and nbytes > most and nbytes > most + self.wasted():
-            raise CommandError("the disk budget does not allow this store")
+            raise self.refusal()
         try:
             return self.segments.reserve(group, nbytes, tensors)
         except OSError as error:

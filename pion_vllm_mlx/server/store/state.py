@@ -108,6 +108,12 @@ class State:
         self._clock += 1
         session.accessed = self._clock
 
+    def touch_states(self, sid: bytes) -> None:
+        """Make the states of a sid the most recently accessed ones."""
+        self._clock += 1
+        for blob in self.states.get(sid, {}).values():
+            blob.accessed = self._clock
+
     def sides(self, namespace: bytes) -> list[Session]:
         """The K and V sessions of a namespace that exist."""
         sids = (namespace + KEY_SUFFIX, namespace + VALUE_SUFFIX)
@@ -263,9 +269,14 @@ class State:
         place = self._place(record.segment, record.offset, record.sid, inline)
         layers = self.states.setdefault(record.sid, {})
         old = layers.get(record.layer)
-        layers[record.layer] = StateBlob(record.length, record.crc, place, self.fresh)
+        blob = StateBlob(record.length, record.crc, place, self.fresh)
+        layers[record.layer] = blob
         if old is not None:
             self._leave(old.place, record.sid)
+        if old is not None and (old.length, old.crc) == (blob.length, blob.crc):
+            blob.accessed = old.accessed  # it was only moved
+        elif self.fresh:  # what was there before a start is older than what came since
+            self.touch_states(record.sid)
 
     def _drop_states(self, sid: bytes, layer: int) -> None:
         layers = self.states.get(sid, {})

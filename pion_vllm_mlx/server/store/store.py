@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import sys
 import time
@@ -28,12 +29,14 @@ from pion_vllm_mlx.server.store.eviction import (
 )
 from pion_vllm_mlx.server.store.files import raise_file_limit
 from pion_vllm_mlx.server.store.folder_use import FolderUse
-from pion_vllm_mlx.server.store.records import Record, told_sids
+from pion_vllm_mlx.server.store.records import Drop, DropStates, Record, told_sids
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
+from pion_vllm_mlx.server.store.reserve import Reserve
 from pion_vllm_mlx.server.store.saving import Saver
 from pion_vllm_mlx.server.store.sealing import SealJob, begin_seal
 from pion_vllm_mlx.server.store.segments import Region, Segment
 from pion_vllm_mlx.server.store.space import Space
+from pion_vllm_mlx.server.store.wal import Logged, Wal
 
 T = TypeVar("T")
 
@@ -109,6 +112,7 @@ class Store:
             config.max_sessions,
             pins,
             use,
+            workers=config.workers,
         )
         self.space.disk_bytes()  # looks at every file, while nobody waits
         self.vstore_wal = found.vstore_wal
@@ -131,8 +135,11 @@ class Store:
         self._log_thread = ThreadPoolExecutor(1, thread_name_prefix="store-log")
         self.saver = Saver(self)
         self._catching_up = asyncio.Lock()
+        self._reserve = Reserve(self.paths.reserve) if config.wal else None
         if found.salvaged and config.wal:
             self.saver.write_files()
+        if self._reserve is not None:
+            self._reserve.fill()
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run blocking ``work`` off the event loop."""
@@ -168,7 +175,7 @@ class Store:
             mine = [effect for effect in effects if effect.log == name]
             if not mine:
                 continue
-            for entry in await loop.run_in_executor(self._log_thread, wal.append, mine):
+            for entry in await loop.run_in_executor(self._log_thread, self._append, wal, mine):
                 self.state.apply(entry)
         self.on_change([sid for effect in effects for sid in told_sids(effect)])
         self.on_effects(effects)
@@ -177,6 +184,17 @@ class Store:
         if copied or self.config.appendfsync == "always":
             await self._flush_at_once()
         return await self._discard(flushed=copied or self.config.appendfsync == "always")
+
+    def _append(self, wal: Wal, records: Sequence[Record]) -> list[Logged]:
+        """Log; on a full disk what frees room has the reserve. Blocks; raises CommandError."""
+        try:
+            return wal.append(records)
+        except CommandError as error:
+            full = getattr(error.__cause__, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
+            drops = all(isinstance(record, (Drop, DropStates)) for record in records)
+            if not (full and drops and self._reserve is not None and self._reserve.give()):
+                raise
+        return wal.append(records)
 
     async def _discard(self, flushed: bool = False) -> bool:
         """Unlink what nothing lives in, once the records that say so are on stable storage.
@@ -266,9 +284,13 @@ class Store:
             await self.make_room(nbytes)
 
     async def close_retired(self) -> None:
-        """Let go of files that went and that nobody reads any more."""
+        """Let go of files that went and that nobody reads any more; refill the reserve."""
         if retired := self.segments.files.retired:
             await self.run(retired.close)
+        if self._reserve is not None and not self._reserve.held:
+            # where records are logged: what it gave is theirs until they are
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._log_thread, self._reserve.fill)
 
     async def reserve(self, group: bytes, nbytes: int, tensors: int) -> Region:
         """Make room, and take a region of it. Raises CommandError when the disk is full."""
