@@ -361,6 +361,38 @@ def test_a_stop_ends_all_of_them_and_leaves_nothing_listening(
     assert not (own.dir / "pion.directory").exists()
 
 
+def test_copies_of_all_workers_hold_everything_and_none_passes_for_all(
+    own: RunningServer, tmp_path: Path
+) -> None:
+    for worker in range(WORKERS):
+        assert ask(own, worker, "KV.PREFIX.REGISTER", f"ns{worker}", 2, "fp32") == "OK"
+        rows = np.full(6, worker, np.float32).tobytes()
+        assert ask(own, worker, "V.STOREBATCH", f"ns{worker}_pk", 0, 0, 3, rows) == "OK"
+        for name in ("backup", f"backup.w{(worker + 1) % WORKERS}", f"backup.w{worker}.bak"):
+            answer = ask(own, worker, "KV.PREFIX.SAVE", name)
+            assert isinstance(answer, Refusal)
+            assert f"on port {own.port + 2} + N, for a path that ends in .wN" in answer
+            assert f"this is worker {worker}" in answer
+    assert not list(own.dir.glob("backup*"))
+    other = tmp_path / "other"
+    other.mkdir(mode=0o700)
+    for worker in range(WORKERS):
+        for _ in range(2):  # over its own
+            assert ask(own, worker, "KV.PREFIX.SAVE", f"backup.w{worker}") == "OK"
+        copied = (own.dir / f"backup.w{worker}").read_bytes()
+        (other / f"pion.vstore.{worker}").write_bytes(copied)
+        assert ask(own, worker, "KV.PREFIX.SAVE") == "OK"
+    own.stop()
+    restored = RunningServer(own.port, other, FLAGS).start()
+    try:
+        for worker in range(WORKERS):
+            assert ask(restored, 0, "KV.PREFIX.LOOKUP", f"ns{worker}") == "HIT"
+            found = ask(restored, worker, "V.FETCH", f"ns{worker}_pk", 0, "RANGE", 0, 3)
+            assert found == np.full(6, worker, np.float32).tobytes()
+    finally:
+        restored.stop()
+
+
 @pytest.mark.parametrize("worker", [0, 2])
 def test_shutdown_on_any_worker_stops_the_server(own: RunningServer, worker: int) -> None:
     pids = [pid_of(own, number) for number in range(WORKERS)]

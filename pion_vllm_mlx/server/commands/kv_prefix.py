@@ -244,6 +244,17 @@ async def kv_prefix_save(context: Context, args: list[Arg]) -> Reply:
     return OK
 
 
+def _check_it_is_the_workers_own(context: Context, path: PurePosixPath) -> None:
+    """One name for all workers would be one worker's copy, and look like everything."""
+    config = context.server.config
+    if config.workers > 1 and not path.name.endswith(f".w{config.worker}"):
+        raise CommandError(
+            f"KV.PREFIX.SAVE path: each of the {config.workers} workers copies what it holds: ask "
+            f"every worker N, on port {context.server.port + 2} + N, for a path that ends in .wN; "
+            f"this is worker {config.worker}"
+        )
+
+
 def _copy_path(context: Context, given: bytes) -> Path | None:
     """Where a portable copy goes; None: the manifest alone is written. Raises CommandError."""
     name = given.decode("utf-8", "surrogateescape")
@@ -255,6 +266,7 @@ def _copy_path(context: Context, given: bytes) -> Path | None:
     target = context.server.config.folder / path
     if target == context.store.paths.vstore:
         return None
+    _check_it_is_the_workers_own(context, path)
     if any(part.lower().startswith(("pion.", "pion-", ".metadata")) for part in path.parts):
         raise CommandError("KV.PREFIX.SAVE path names one of the server's own files")
     # unlike Path.is_dir, this answers for a path that is too long
