@@ -125,11 +125,12 @@ class Sparse:
 @dataclass(frozen=True)
 class Whole:
     """What a namespace must hold for WARM to take it: the tokens of each layer, and the
-    SHA-256 of its completion record, from before its rows are read until they are resident.
+    SHA-256 of its completion record, from before its rows are read until they are resident;
+    an empty one asks for none.
     """
 
     tokens: int
-    record: str
+    record: str = ""
 
 
 def is_missing(error: CommandError) -> bool:
@@ -190,8 +191,35 @@ class AttendClient:
     def state(self, slot: Slot) -> str:
         """HIT, COLD or MISS."""
         command: list[Part] = ["ATTEND.PREFIX.LOOKUP", slot.sid, slot.layer]
-        reply = self._client.ask(slot.namespace, lambda c: c.command(*command))
-        return reply.decode() if isinstance(reply, bytes) else str(reply)
+        return _text(self._client.ask(slot.namespace, lambda c: c.command(*command)))
+
+    def states(self, namespace: str, sid: str, layers: int) -> list[str]:
+        """HIT, COLD or MISS of the first so many layers, in one round trip."""
+        return [_text(reply) for reply in self._looked_up(namespace, sid, layers)]
+
+    def shapes(self, namespace: str, sid: str, layers: int) -> list[tuple[str, int, int, int]]:
+        """The same with H_kv, N and D of each; 0 of one that is missing."""
+        found = []
+        for reply in self._looked_up(namespace, sid, layers, "SHAPE"):
+            if not isinstance(reply, list) or len(reply) != 4:
+                raise StoreUnavailable("ATTEND.PREFIX.LOOKUP answered something else than a shape")
+            heads, tokens, dim = (int(number) for number in reply[1:])
+            found.append((_text(reply[0]), heads, tokens, dim))
+        return found
+
+    def has_record(self, namespace: str) -> bool:
+        """Whether a whole prefix is stored under the namespace."""
+        return self._client.record(namespace) is not None
+
+    def _looked_up(self, namespace: str, sid: str, layers: int, *more: Part) -> list[Any]:
+        commands: list[list[Part]] = [
+            ["ATTEND.PREFIX.LOOKUP", sid, layer, *more] for layer in range(layers)
+        ]
+        replies = self._client.ask(namespace, lambda c: c.pipeline(commands))
+        for reply in replies:
+            if isinstance(reply, CommandError):
+                raise reply
+        return list(replies)
 
     def warm(self, slot: Slot, heads: int, dim: int, whole: Whole | None = None) -> int:
         """Makes one layer resident; 0 where it has no rows of ``heads`` times ``dim`` values.
@@ -201,7 +229,8 @@ class AttendClient:
         """
         command: list[Part] = ["LAYER", slot.layer]
         if whole is not None:
-            command += ["TOKENS", whole.tokens, "RECORD", whole.record]
+            command += ["TOKENS", whole.tokens]
+            command += ["RECORD", whole.record] if whole.record else []
         return self._warmed(slot.namespace, slot.sid, (heads, dim), command)
 
     def warm_all(self, namespace: str, sid: str, heads: int, dim: int) -> int:
@@ -231,10 +260,20 @@ class AttendClient:
             self.warm_again(slot, heads, dim, cold)
         return self.last_try(slot, call)
 
-    def warm_again(self, slot: Slot, heads: int, dim: int, because: CommandError) -> None:
-        """Warms a slot from whatever rows its namespace has. Raises ``because``, OutOfMemory."""
+    def warm_again(
+        self,
+        slot: Slot,
+        heads: int,
+        dim: int,
+        because: CommandError,
+        whole: Whole | None = None,
+    ) -> None:
+        """Warms a slot, without ``whole`` from whatever rows its namespace has.
+
+        Raises ``because`` where that fails, and OutOfMemory.
+        """
         try:
-            warmed = self.warm(slot, heads, dim)
+            warmed = self.warm(slot, heads, dim, whole)
         except OutOfMemory:
             raise
         except CommandError as error:
@@ -394,6 +433,10 @@ def _fused_body(slot: Slot, query: Query) -> bytes:
     if query.window is not None and query.window >= 0:
         parts.append(struct.pack("<I", query.window))  # without one the server takes its own
     return b"".join(parts)
+
+
+def _text(reply: Any) -> str:
+    return reply.decode() if isinstance(reply, bytes) else str(reply)
 
 
 def _floats(reply: Any, size: int) -> Floats:

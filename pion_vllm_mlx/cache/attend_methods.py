@@ -1,14 +1,18 @@
-"""The ``attend_*`` methods of PionPromptCache: attention over slots named ``<namespace>_attn``.
+"""The ``attend_*`` methods of PionPromptCache: attention over the slots of a namespace.
 
 Letters: H_q query heads, H_kv stored heads, N prefix tokens, M query tokens, S suffix tokens, D
 head dimension. Arrays are numpy's or MLX's, of floats; answers are numpy's, float32. A slot that
 turns out cold is warmed from the stored rows of its layer, once, and asked again.
 
+What ``stage2`` made resident has a session id of its content: the object that asked for the
+prefix attends to that one and to no other. An object that asked for none attends to what was put
+under ``<namespace>_attn``, by ``attend_store_layer`` say, else to the prefix that the namespace
+has at the moment, if that is resident.
+
 Every method raises TypeError naming what is no array of floats or no whole number, ValueError
 for arrays and numbers that do not fit together, ServerRefused, a RuntimeError, for what the
 server refuses, and StoreUnavailable where it does not answer.
-What is unknown stays unknown: these methods take a namespace at its word and compare neither
-model nor tokens.
+Who asked for nothing takes a namespace at its word: neither model nor tokens are compared.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -27,10 +32,22 @@ from pion_vllm_mlx.cache.attend_client import (
     Query,
     Slot,
     Sparse,
+    Whole,
+    is_missing,
     selector_number,
     whole_number,
 )
-from pion_vllm_mlx.errors import CommandError, PionError, ServerRefused
+from pion_vllm_mlx.cache.attend_stored import StoredPrefix, attention_session
+from pion_vllm_mlx.cache.completion import CompletionRecord
+from pion_vllm_mlx.cache.store_client import StoreClient
+from pion_vllm_mlx.errors import (
+    ColdMiss,
+    CommandError,
+    DamagedData,
+    NewerFormat,
+    PionError,
+    ServerRefused,
+)
 
 log = logging.getLogger("pion_vllm_mlx")
 
@@ -43,16 +60,14 @@ _LAYER_ZERO = 0
 _MAX_HEAD = 255
 
 
-def attention_session(namespace: str) -> str:
-    """The session id of a namespace's slots."""
-    return f"{namespace}_attn"
-
-
 class AttendMethods:
     """What PionPromptCache does with attention at the server; needs no model."""
 
+    _client: StoreClient
     _attend: AttendClient
     _attend_tokens: dict[str, int]
+    #: session ids of the prefixes that were asked for, by namespace
+    _attend_sids: dict[str, str]
     _attend_debug: bool
 
     @property
@@ -82,6 +97,7 @@ class AttendMethods:
             raise ValueError(f"K of shape {keys.shape} and V of shape {values.shape}")
         with _refusals():
             self._attend.store(_slot(namespace, layer_id), keys, values)
+        self._attend_sids.pop(namespace, None)  # what was put there by hand is meant from now on
         self._attend_tokens[namespace] = keys.shape[1]
 
     def attend_query(  # noqa: PLR0913  (the published signature)
@@ -104,14 +120,13 @@ class AttendMethods:
         top = whole_number(top_k, "top_k")
         if top <= 0:
             top = self._attend_tokens.get(namespace, _UNKNOWN_LENGTH)
-        slot, window = _slot(namespace, layer_id), fa_window
 
-        def ask() -> Floats | tuple[Floats, Floats]:
+        def ask(slot: Slot) -> Floats | tuple[Floats, Floats]:
             if with_lse:
-                return self._attend.prefixes(slot, [(q, window)], top)[0]
-            return self._attend.prefix(slot, q, top, window)
+                return self._attend.prefixes(slot, [(q, fa_window)], top)[0]
+            return self._attend.prefix(slot, q, top, fa_window)
 
-        return self._asked(slot, (q.shape[0], q.shape[-1]), ask)
+        return self._asked(_slot(namespace, layer_id), (q.shape[0], q.shape[-1]), ask)
 
     def attend_query_fused(  # noqa: PLR0913  (the published signature)
         self,
@@ -126,9 +141,9 @@ class AttendMethods:
         """``Q`` ``(H_q, M, D)`` over prefix and suffix ``(H_kv, S, D)``, causal within it."""
         q, (keys, values) = _floats(Q, "Q", 3), _pair(K_suf, V_suf, "K_suf", "V_suf")
         query = Query(q, keys, values, _map(head_map), fa_window)
-        slot = _slot(namespace, layer_id)
+        shape = keys.shape[0], q.shape[2]
         return self._asked(
-            slot, (keys.shape[0], q.shape[2]), lambda: self._attend.fused(slot, query)
+            _slot(namespace, layer_id), shape, lambda slot: self._attend.fused(slot, query)
         )
 
     def attend_query_sparse_auto(  # noqa: PLR0913  (the published signature)
@@ -172,36 +187,77 @@ class AttendMethods:
         chosen = Sparse(block, top, selector_number(selector))
         mapped = even_head_map(q.shape[0], keys.shape[0]) if head_map is None else _map(head_map)
         query = Query(q[:, None], keys, values, mapped, fa_window)
-        slot = _slot(namespace, layer_id)
+        slot, shape = _slot(namespace, layer_id), (keys.shape[0], q.shape[1])
         try:
-            return self._asked(
-                slot, (keys.shape[0], q.shape[1]), lambda: self._attend.sparse(slot, query, chosen)
-            )[:, 0]
+            return self._asked(slot, shape, lambda at: self._attend.sparse(at, query, chosen))[:, 0]
         except PionError as error:
             if self._attend_debug:
-                log.warning("sparse attention over %s layer %d: %s", slot.sid, layer_id, error)
+                log.warning("sparse attention over %s layer %d: %s", namespace, layer_id, error)
             raise
 
     def attend_drop(self, namespace: str) -> None:
         """Forgets what this object knows of a namespace; no command travels."""
         self._attend_tokens.pop(namespace, None)
+        self._attend_sids.pop(namespace, None)
 
     # -- inside -------------------------------------------------------------------
 
-    def _asked(self, slot: Slot, shape: tuple[int, int], call: Callable[[], T]) -> T:
+    def _asked(self, slot: Slot, shape: tuple[int, int], call: Callable[[Slot], T]) -> T:
+        """What ``call`` returns for the slot of this namespace and layer; heads, D of ``shape``."""
         with _refusals():
-            return self._attend.rehydrated(slot, *shape, call)
+            sid = self._attend_sids.get(slot.namespace)
+            if sid is not None:
+                return self._asked_of(replace(slot, sid=sid), shape, call)
+            try:
+                return self._attend.rehydrated(slot, *shape, lambda: call(slot))
+            except CommandError as error:
+                stored = self._recorded(slot.namespace) if is_missing(error) else None
+                if stored is None:
+                    raise
+            return self._asked_of(replace(slot, sid=stored.sid), shape, call)
 
-    def _attention_resident(
-        self, namespace: str, shape: Callable[[str], tuple[int, int] | None]
-    ) -> bool:
-        """Whether layer 0 is resident; a cold one is warmed, once, if ``shape`` knows its own."""
-        slot = _slot(namespace, _LAYER_ZERO)
-        state = self._attend.state(slot)
-        if state != "COLD":
-            return state == "HIT"
-        found = shape(namespace)
-        return found is not None and self._attend.warm_all(namespace, slot.sid, *found) > 0
+    def _asked_of(self, slot: Slot, shape: tuple[int, int], call: Callable[[Slot], T]) -> T:
+        """The same of one content: a cold slot is warmed while the namespace still has it."""
+        try:
+            return call(slot)
+        except ColdMiss as cold:
+            self._attend.cold_misses += 1
+            stored = self._recorded(slot.namespace)
+            if stored is None or stored.sid != slot.sid:
+                raise
+            whole = Whole(stored.num_tokens, stored.record)
+            self._attend.warm_again(slot, *shape, cold, whole)
+        return self._attend.last_try(slot, lambda: call(slot))
+
+    def _recorded(self, namespace: str) -> StoredPrefix | None:
+        """What the namespace has entirely; None for nothing, and for what cannot be read."""
+        blob = self._client.record(namespace)
+        try:
+            record = None if blob is None else CompletionRecord.decode(blob)
+            if blob is None or record is None:
+                return None
+            return StoredPrefix.of(namespace, blob, record)
+        except (DamagedData, NewerFormat, LookupError, TypeError, ValueError) as error:
+            log.info("the record of namespace %s is not used: %s", namespace, error)
+            return None
+
+    def _attention_resident(self, namespace: str) -> bool:
+        """Whether all layers are resident; cold ones are warmed, once."""
+        sid, stored = self._attend_sids.get(namespace), self._recorded(namespace)
+        if stored is None:  # by hand: how many layers there are is known to its owner
+            slot = _slot(namespace, _LAYER_ZERO)
+            return self._attend.state(slot if sid is None else replace(slot, sid=sid)) == "HIT"
+        if sid not in (None, stored.sid):
+            return False
+        whole = Whole(stored.num_tokens, stored.record)
+        states = self._attend.states(namespace, stored.sid, len(stored.shapes))
+        if "MISS" in states:
+            return False
+        for layer, (heads, dim, _) in enumerate(stored.shapes):
+            slot = Slot(namespace, stored.sid, layer)
+            if states[layer] != "HIT" and self._attend.warm(slot, heads, dim, whole) <= 0:
+                return False
+        return bool(states)
 
 
 @contextmanager

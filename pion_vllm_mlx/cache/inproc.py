@@ -37,7 +37,7 @@ class InProcessPrefixes:
     """Least recently used prefixes leave first. Thread-safe."""
 
     def __init__(self, cap_bytes: int = DEFAULT_CAP_BYTES) -> None:
-        self._cap = cap_bytes
+        self.cap_bytes = cap_bytes
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._seen: OrderedDict[int, None] = OrderedDict()
@@ -67,14 +67,14 @@ class InProcessPrefixes:
             for array in arrays
             if array is not None
         )
-        if size > self._cap:
+        if size > self.cap_bytes:
             return False
         entry = _kept(stored, size)
         with self._lock:
             self._remove(key)
             self._entries[key] = entry
             self.nbytes += size
-            while self.nbytes > self._cap:
+            while self.nbytes > self.cap_bytes:
                 self._remove(next(iter(self._entries)))
         return True
 
@@ -114,8 +114,8 @@ class InProcessPrefixes:
     def set_cap(self, cap_bytes: int) -> None:
         """Another cap, for the whole process; the oldest prefixes leave at once."""
         with self._lock:
-            self._cap = cap_bytes
-            while self.nbytes > self._cap:
+            self.cap_bytes = cap_bytes
+            while self.nbytes > self.cap_bytes:
                 self._remove(next(iter(self._entries)))
 
     def _remove(self, key: Key) -> None:

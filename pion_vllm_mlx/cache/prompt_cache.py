@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from pion_vllm_mlx import config
 from pion_vllm_mlx.cache import identity_names
-from pion_vllm_mlx.cache.attend_client import AttendClient
+from pion_vllm_mlx.cache.attend_client import AttendClient, Slot
 from pion_vllm_mlx.cache.attend_methods import AttendMethods
+from pion_vllm_mlx.cache.attend_stored import content_session
 from pion_vllm_mlx.cache.boundary_settings import check_settings
-from pion_vllm_mlx.cache.completion import token_ids
+from pion_vllm_mlx.cache.completion import TokenIds, token_ids
 from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.prompt_cache_stats import Counters
 from pion_vllm_mlx.cache.store_client import StoreClient
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pion_vllm_mlx")
 
+_MAPPED = "mapped"  # of lanes, which need MLX
 _VERIFY = (None, "always")
 _LONGEST_DEADLINE_SECONDS = 86_400
 
@@ -111,6 +113,7 @@ class PionPromptCache(AttendMethods):
         no_binary = switches.no_binary or self._endpoint.tenant
         self._attend = AttendClient(self._client, known, no_binary=no_binary)
         self._attend_tokens: dict[str, int] = {}
+        self._attend_sids: dict[str, str] = {}
         self._attend_debug = switches.debug_sparse_auto
         self.attend_unfused = switches.no_fused_attend
         weakref.finalize(self, self._attend.close)
@@ -139,9 +142,9 @@ class PionPromptCache(AttendMethods):
         with self._lock:
             cache = self._engine.get_or_prefill(ids, namespace)
             if self._source is not None:
-                self._source.note(namespace, ids)
+                self._source.note(namespace, ids, mapped=self._counters.last_lane == _MAPPED)
             if self.stage2:
-                self._make_resident(namespace, cache, ids.size)
+                self._make_resident(namespace, cache, ids)
             return cache
 
     @property
@@ -157,7 +160,7 @@ class PionPromptCache(AttendMethods):
         with self._lock:
             try:
                 found = self._client.look_up(namespace)
-                return found and (not self.stage2 or self._is_resident(namespace))
+                return found and (not self.stage2 or self._attention_resident(namespace))
             except PionError as error:
                 self._counters.no_answer(error)
                 return False
@@ -260,24 +263,30 @@ class PionPromptCache(AttendMethods):
     def _new_source(engine: Engine, *, no_inproc: bool) -> AttendSource:
         from pion_vllm_mlx.cache.attend_source import AttendSource
 
-        return AttendSource(engine.client, engine.identity, no_inproc=no_inproc)
+        return AttendSource(engine.client, engine.identity, engine.hold, no_inproc=no_inproc)
 
-    def _is_resident(self, namespace: str) -> bool:
-        source = self._source
-        return self._attention_resident(namespace, source.shape if source else lambda _: None)
+    def _make_resident(self, namespace: str, cache: list[Any], ids: TokenIds) -> None:
+        """Stage 2: K and V of a plain model at the server; a failure is counted, not raised.
 
-    def _make_resident(self, namespace: str, cache: list[Any], num_tokens: int) -> None:
-        """Stage 2: K and V of a plain model at the server; a failure is counted, not raised."""
+        Under the session id of their content: another prefix is never taken for this one.
+        """
         from pion_vllm_mlx.cache.attend_stage2 import plain_layers
 
+        assert self._source is not None
+        self._attend_tokens[namespace] = int(ids.size)
+        # a model without a key has nothing under this id, nor has anybody else
+        self._attend_sids[namespace] = content_session(namespace, {}, ids)
         try:
-            if not self._is_resident(namespace):
-                for layer, (keys, values) in enumerate(plain_layers(cache, num_tokens)):
-                    self.attend_store_layer(namespace, layer, keys, values)
+            sid = self._attend_sids[namespace] = self._source.session(namespace, ids)
+            states = self._attend.states(namespace, sid, len(cache))
+            if all(state == "HIT" for state in states):
+                return
+            for layer, (keys, values) in enumerate(plain_layers(cache, int(ids.size))):
+                if states[layer] != "HIT":
+                    self._attend.store(Slot(namespace, sid, layer), keys, values)
         except PionError as error:
             self._counters.store_failures += 1
             log.warning("the attention of a prefix is not resident: %s", error)
-        self._attend_tokens[namespace] = num_tokens
 
 
 def _format_name(vquant: str | None) -> str | None:

@@ -31,8 +31,9 @@ from pion_vllm_mlx.cache.lanes import (
     load_states,
 )
 from pion_vllm_mlx.cache.layers import StoredCache, cache_arrays, dismantle, rebuild
-from pion_vllm_mlx.cache.leaf import ArraySpec, dtype_of
+from pion_vllm_mlx.cache.leaf import dtype_of
 from pion_vllm_mlx.cache.prefill import Prefilled, prefill
+from pion_vllm_mlx.cache.prompt_cache_slots import array_specs, classes, conversion_of
 from pion_vllm_mlx.cache.prompt_cache_stats import Counters
 from pion_vllm_mlx.cache.prompt_cache_store import OtherWriter, Prefix, write_prefix
 from pion_vllm_mlx.cache.store_client import Probe, StoreClient
@@ -98,12 +99,10 @@ class Engine:
         cannot be had for.
         """
         try:
-            identity = self.identity.fields()
+            request = self._request(ids, namespace)
         except UnsupportedCache as error:
             self._refuse(error)
             return self._prefill(ids).cache
-        key = (namespace, identity_digest(identity), ids.tobytes())
-        request = Request(namespace, ids, identity, key)
         cache = self._from_process(request)
         if cache is not None:
             return cache
@@ -115,6 +114,30 @@ class Engine:
         if self._admitted(namespace):
             self._keep(request, prefilled, probe)
         return prefilled.cache
+
+    def hold(self, ids: TokenIds, namespace: str) -> None:
+        """Has this process keep a stored prefix, if it has room. Raises UnsupportedCache."""
+        request = self._request(ids, namespace)
+        probe = None if self._options.switches.no_inproc else self._probe(request)
+        if probe is None or probe.record is None:
+            return
+        try:
+            record = CompletionRecord.decode(probe.record)
+            wanted = Wanted(namespace, record, probe.mapping, self._options.verify_always)
+            if record.mismatch(request.identity, ids) is not None:
+                return
+            if wanted.num_bytes() <= inproc.PROCESS.cap_bytes:
+                loaded = self._through_lanes(wanted)
+                if loaded is not None:
+                    inproc.PROCESS.put(request.key, dismantle(loaded[1]))
+        except (DamagedData, NewerFormat, *_MALFORMED) as error:
+            log.info("prefix %s is not kept: %s", namespace, error)
+
+    def _request(self, ids: TokenIds, namespace: str) -> Request:
+        """What is asked for. Raises UnsupportedCache."""
+        identity = self.identity.fields()
+        key = (namespace, identity_digest(identity), ids.tobytes())
+        return Request(namespace, ids, identity, key)
 
     # -- hits -------------------------------------------------------------------
 
@@ -149,7 +172,7 @@ class Engine:
         wanted = Wanted(request.namespace, record, probe.mapping, self._options.verify_always)
         try:
             loaded = self._through_lanes(wanted)
-            num_bytes, conversion = wanted.num_bytes(), _conversion(record.slots, record.leaves)
+            num_bytes, conversion = wanted.num_bytes(), conversion_of(record.slots, record.leaves)
         except DamagedData as error:
             self._unverified(request.namespace, str(error), probe)
             return None
@@ -211,13 +234,13 @@ class Engine:
 
     def _load(self, lane: str, wanted: Wanted) -> list[Any]:
         record = wanted.record
-        if _classes(record.slots) != _classes(record.identity["cache"]):
+        if classes(record.slots) != classes(record.identity["cache"]):
             raise DamagedData("completion record: its slots are not those of the model's cache")
         arrays = LANES[lane](self.client, wanted)
         states = load_states(self.client, wanted)
         dtypes = {
             (spec.layer, spec.side): dtype_of(spec.dtype)
-            for spec in _array_specs(wanted.record.slots)
+            for spec in array_specs(wanted.record.slots)
         }
         cache = rebuild(wanted.record.slots, RowSource(arrays, dtypes).fetch, states)
         self._evaluate(cache)
@@ -314,7 +337,7 @@ class Engine:
                 self._counters.damaged += 1
         sent = write_prefix(self.client, prefix, drop_first=probe.present or there is not None)
         leaves = [leaf.as_json() for leaf in prefix.leaves]
-        self._counters.conversion = _conversion(prefix.stored.slots, leaves)
+        self._counters.conversion = conversion_of(prefix.stored.slots, leaves)
         self._counters.bytes_stored += sent
         self._counters.last_bytes = sent
         self._counters.store_ms_total += (time.perf_counter() - started) * 1000
@@ -375,26 +398,3 @@ class Engine:
         level = logging.INFO if self._warned else logging.WARNING
         self._warned = True
         log.log(level, text, what)
-
-
-def _classes(slots: list[dict[str, Any]]) -> list[Any]:
-    return [(slot["class"], _classes(slot.get("caches", []))) for slot in slots]
-
-
-def _array_specs(slots: list[dict[str, Any]]) -> Iterator[ArraySpec]:
-    for slot in slots:
-        yield from _array_specs(slot.get("caches", []))
-        yield from map(ArraySpec.from_json, slot.get("arrays", []))
-
-
-_NATIVE = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-
-
-def _conversion(slots: list[dict[str, Any]], leaves: list[dict[str, Any]]) -> str | None:
-    """From which dtype to which format rows were converted, or None."""
-    for spec in _array_specs(slots):
-        leaf = leaves[spec.layer]
-        stored = str(leaf.get(f"{spec.side}_format", leaf["format"]))
-        if spec.dim and not stored.startswith("raw:") and _NATIVE.get(stored) != spec.dtype:
-            return f"{spec.dtype} -> {stored}"
-    return None

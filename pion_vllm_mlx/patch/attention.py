@@ -41,11 +41,11 @@ def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         owner = HANDED.owner(keys)
         if owner is None and not isinstance(cache, PionPrefixCache):
             return original(queries, keys, values, cache, scale, mask, sinks)
-        if sinks is not None:
-            raise NotImplementedError("attention sinks over a prefix elsewhere")
         if owner is None and not cache.whole and cache.is_cast(keys, values):
             owner = cache
         if owner is not None:
+            if sinks is not None:
+                raise NotImplementedError("attention sinks over a prefix elsewhere")
             _check_owner(owner, cache, values)
             return _elsewhere(owner, (queries, keys, values), scale, mask)
         if not (cache.whole or cache.is_handed(keys, values)):
@@ -53,7 +53,8 @@ def replacement(original: Callable[..., Any]) -> Callable[..., Any]:
         if queries.shape[0] != 1:
             raise NotImplementedError(f"a prefix of batch size 1, and {queries.shape[0]} queries")
         cache.group.pc.attention.in_process += 1
-        return original(queries, keys, values, cache.store, scale, mask)
+        more = () if sinks is None else (sinks,)
+        return original(queries, keys, values, cache.store, scale, mask, *more)
 
     return scaled_dot_product_attention
 
@@ -181,6 +182,8 @@ def _prefix_attention(
     cache: PionPrefixCache, q: mx.array, kv_heads: int, view: Seen
 ) -> api.Attended | None:
     """Out and LSE of the prefix for each query, from one question a window; None if none sees."""
+    if not view.num_tokens:
+        return None
     heads, num_queries, dim = q.shape
     group = heads // kv_heads
     host = _host(q)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from pion_vllm_mlx.cache.attend_client import whole_number
+from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from pion_vllm_mlx.errors import PionMlxCompatError
 from pion_vllm_mlx.patch.attention import replacement
 from pion_vllm_mlx.patch.model_check import (
+    flattened,
     refuse_at_server,
     refuse_bypassing,
     refuse_shapes,
@@ -40,6 +43,8 @@ def make_pion_prompt_cache(
     prompt_cache: Any,
     prefix_len: int,
     sparse_full_layers: dict[str, Any] | bool | None = None,
+    *,
+    foreign: bool = False,
 ) -> list[Any]:
     """A cache for ``model(suffix, cache=…)``: the prefix of ``namespace``, attended elsewhere.
 
@@ -49,6 +54,11 @@ def make_pion_prompt_cache(
     ``K_blocks``, ``selector``) lets single queries of full-attention layers see the best
     blocks only. ``cache[0].lane`` says what was chosen.
 
+    ``foreign=True`` takes a prefix without a completion record, too: what lies under
+    ``<namespace>_attn``, put there by ``attend_store_layer`` or by another program. Of it
+    layers and number of tokens are compared, and nothing else can be: that it is of this model
+    and of the tokens that are meant is then the caller's word.
+
     Raises TypeError and ValueError naming what is wrong in the arguments, before anything
     else; PionMlxCompatError for a model whose attention does not go through mlx-lm's seam, or
     not in a way that a server can compute; ValueError where no prefix that fits is
@@ -57,20 +67,50 @@ def make_pion_prompt_cache(
     if not SEAM.installed():
         raise PionMlxCompatError("call install_pion_attention_patch() first")
     mode = checked_mode(sparse_full_layers)
-    prefix_len = whole_number(prefix_len, "prefix_len")
+    prefix_len = _checked(namespace, prompt_cache, prefix_len)
     if prompt_cache.model is not None and prompt_cache.model is not model:
         raise ValueError("the prompt cache belongs to another model")
     empty = make_prompt_cache(model)
     refuse_bypassing(model, empty)
-    if prefix_len <= 0:
+    if not prefix_len:
         return list(empty)
-    shares = shares_at_right_positions(model)
-    group = PrefixGroup(prompt_cache, namespace, prefix_len, shares=shares)
+    shares, slots = shares_at_right_positions(model), len(list(flattened(empty)))
+    group = PrefixGroup(
+        prompt_cache, namespace, prefix_len, shares=shares, foreign=slots if foreign else 0
+    )
     if group.local is None:
         refuse_at_server(model, empty)
         refuse_shapes(model, group.remote.shapes)
-    layers = _Layers(group, prompt_cache, mode)
-    return [layers.wrapped(entry) for entry in (group.local or empty)]
+    if group.local is None or mode is not None:
+        _try_out(model, PrefixGroup(prompt_cache, namespace, 0, shares=shares), empty)
+    return _Layers(group, prompt_cache, mode).all(group.local or empty)
+
+
+def _checked(namespace: Any, prompt_cache: Any, prefix_len: Any) -> int:
+    """The number of tokens. Raises TypeError and ValueError naming an argument that cannot be."""
+    if not isinstance(prompt_cache, PionPromptCache):
+        raise TypeError(f"prompt_cache is a PionPromptCache, not {prompt_cache!r}")
+    if not isinstance(namespace, str):
+        raise TypeError(f"namespace is a text, not {namespace!r}")
+    if not namespace:
+        raise ValueError("the namespace must be a text that is not empty")
+    length = whole_number(prefix_len, "prefix_len")
+    if length < 0:
+        raise ValueError(f"prefix_len is the number of tokens of the prefix, not {length}")
+    return length
+
+
+def _try_out(model: Any, group: PrefixGroup, empty: list[Any]) -> None:
+    """Has the model attend to nothing but a suffix, by caches as they will be used.
+
+    Nothing travels and next to nothing is computed: what is wanted is what the model's code
+    does. Raises PionMlxCompatError for a layer whose attention does not come by, the last one
+    too, and what the attention raises of all that it refuses.
+    """
+    cache = _Layers(group, group.pc, None).all(empty)
+    for tokens in ([0, 0], [0]):
+        model(mx.array([tokens]), cache=cache)
+        group.check()
 
 
 class _Layers:
@@ -79,6 +119,10 @@ class _Layers:
     def __init__(self, group: PrefixGroup, prompt_cache: Any, mode: dict[str, Any] | None) -> None:
         self._group, self._pc, self._mode = group, prompt_cache, mode
         self._next = 0
+
+    def all(self, entries: list[Any]) -> list[Any]:
+        """A cache for each of a model's."""
+        return [self.wrapped(entry) for entry in entries]
 
     def wrapped(self, entry: Any) -> Any:
         if type(entry) is CacheList:

@@ -28,7 +28,7 @@ from pion_vllm_mlx.kernels.api import Prefix
 from pion_vllm_mlx.patch.remote import RemotePrefix
 from pion_vllm_mlx.patch.seam import SEAM
 from pion_vllm_mlx.patch.sparse import checked_mode, selection
-from pion_vllm_mlx.patch.windows import Causal, Limits
+from pion_vllm_mlx.patch.windows import Causal, Limits, checked_window, windowed
 
 
 class NotForFiles:
@@ -46,12 +46,22 @@ _META_STATE = any("meta_state" in vars(base) for base in KVCache.__mro__)
 class PrefixGroup:
     """What the layers of one cache share: the prefix, and whether a forward went wrong."""
 
-    def __init__(
-        self, prompt_cache: Any, namespace: str, prefix_len: int, *, shares: bool = False
+    def __init__(  # noqa: PLR0913  (two of them for one caller)
+        self,
+        prompt_cache: Any,
+        namespace: str,
+        prefix_len: int,
+        *,
+        shares: bool = False,
+        foreign: int = 0,
     ) -> None:
-        """``shares``: layers may attend to another layer's K and V, at the right positions."""
+        """``shares``: layers may attend to another layer's K and V, at the right positions.
+
+        ``foreign``: so many layers of a prefix without a completion record will do, too.
+        """
         self.namespace, self.prefix_len, self.shares = namespace, prefix_len, shares
         self.pc = prompt_cache
+        self._foreign = foreign
         self._remote: RemotePrefix | None = None
         source = prompt_cache.source
         self.local: list[Any] | None = (
@@ -65,7 +75,9 @@ class PrefixGroup:
     def remote(self) -> RemotePrefix:
         """The prefix at the server. Raises ValueError where there is none that fits."""
         if self._remote is None:
-            self._remote = RemotePrefix(self.pc, self.namespace, self.prefix_len)
+            self._remote = RemotePrefix(
+                self.pc, self.namespace, self.prefix_len, self._foreign
+            )
         return self._remote
 
     @property
@@ -113,12 +125,12 @@ class PionPrefixCache:
         native: Any = None,
     ) -> None:
         self.layer_idx, self.namespace, self.prefix_len = layer_idx, namespace, prefix_len
-        self.prompt_cache, self.fa_window = prompt_cache, fa_window
+        self.prompt_cache, self.fa_window = prompt_cache, checked_window(fa_window)
         self.sparse_mode = checked_mode(sparse_mode)
         self.group = group or PrefixGroup(prompt_cache, namespace, prefix_len)
         own: Any = native
         if native is None and self.group.local is not None:
-            own = self.group.local[layer_idx]
+            own = windowed(self.group.local[layer_idx], self.fa_window)
         self.selection = selection(self.sparse_mode)
         self.rows: Prefix | None = None
         if own is not None and self.selection is not None and _is_plain(own):
@@ -128,7 +140,7 @@ class PionPrefixCache:
         #: prefix and suffix, or the suffix alone where the prefix is apart
         self.whole = own is not None and self.rows is None
         self.store: Any = own if self.whole else _new_cache()
-        self.ring: int | None = own.max_size if type(own) is RotatingKVCache else fa_window
+        self.ring: int | None = own.max_size if type(own) is RotatingKVCache else self.fa_window
         self._handed: tuple[mx.array, mx.array] | None = None
 
     # -- what models and mlx-lm use -------------------------------------------------
@@ -189,6 +201,10 @@ class PionPrefixCache:
         made._handed = None
         return made
 
+    def __copy__(self) -> PionPrefixCache:
+        """As a deep copy: two caches on one store would count each other's tokens."""
+        return copy.deepcopy(self)
+
     def keys_and_values(self) -> Any:
         """What the last ``update_and_fetch`` returned, for layers that share it."""
         return self.store.keys_and_values() if self.whole else self._handed
@@ -224,7 +240,9 @@ class PionPrefixCache:
             return self.store.make_mask(N, return_array=return_array, window_size=window_size)
         if return_array and N > 1:
             return create_causal_mask(N, self.offset, window_size=window_size)
-        return None if N == 1 and window_size is None else Causal(window_size)
+        if N == 1 and window_size is None:
+            return None
+        return Causal(window_size or self.ring)  # as a ring of mlx-lm's own does it
 
     def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
         """As the cache in this process does it, prefix and all.

@@ -2,20 +2,21 @@
 
 Of a prefix with a completion record, model and tokens are compared first, and its slots have
 a session id made of both: whatever is resident under it is this very prefix, whoever warmed
-it. A foreign prefix is what was stored under ``<namespace>_attn`` by hand.
+it. A foreign prefix is what was stored under ``<namespace>_attn`` by hand: only its number of
+tokens can be compared, and it is attended only by who asks for it as that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pion_vllm_mlx.cache.attend_client import AttendClient, Query, Slot, Sparse, Whole, is_missing
-from pion_vllm_mlx.cache.attend_methods import attention_session, even_head_map
-from pion_vllm_mlx.cache.attend_source import StoredPrefix
+from pion_vllm_mlx.cache.attend_methods import even_head_map
+from pion_vllm_mlx.cache.attend_stored import StoredPrefix, attention_session
 from pion_vllm_mlx.errors import ColdMiss, CommandError, StoreUnavailable
 
 Floats = NDArray[np.float32]
@@ -23,32 +24,33 @@ T = TypeVar("T")
 
 
 class RemotePrefix:
-    """The slots of a namespace. Opening it asks the server; not thread-safe."""
+    """The slots of a namespace. Opening it asks the server; not thread-safe.
 
-    def __init__(self, prompt_cache: Any, namespace: str, num_tokens: int) -> None:
-        """Raises ValueError where nothing that fits is stored, and what the client raises."""
+    ``shapes``: of each layer its heads, and the dimensions of K and V.
+    """
+
+    def __init__(
+        self, prompt_cache: Any, namespace: str, num_tokens: int, foreign: int = 0
+    ) -> None:
+        """``foreign``: so many layers of a prefix without a completion record will do, too.
+
+        Raises ValueError where nothing that fits is stored, and what the client raises.
+        """
         self._pc = prompt_cache
         self._client: AttendClient = prompt_cache.attention
         self.namespace, self.num_tokens = namespace, num_tokens
         self._stored = self._find()
         if self._stored is not None:
-            self.sid = self._stored.sid
+            self.sid, self.shapes = self._stored.sid, self._stored.shapes
             return
         self.sid = attention_session(namespace)
-        if prompt_cache.strict:
-            raise ValueError(f"namespace {namespace} has no completion record, and strict is on")
-        if self._client.state(self._slot(0)) == "MISS":
-            raise ValueError(f"nothing to attend to is stored under namespace {namespace}")
+        self._refuse_foreign(foreign)
+        self.shapes = tuple(self._foreign_shapes(foreign))
 
     @property
     def lane(self) -> str:
         """How a fused query would travel now: ``binary`` or ``resp``."""
         return self._client.lane
-
-    @property
-    def shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Of each layer its heads and the dimensions of K and V; of a foreign prefix nothing."""
-        return () if self._stored is None else self._stored.shapes
 
     def fused(self, layer: int, q: Floats, keys: Floats, values: Floats, window: int) -> Floats:
         """``[H_q, M, D]`` over prefix and suffix, causal within it; window 0 sees all."""
@@ -69,6 +71,38 @@ class RemotePrefix:
         return self._ask(layer, asked[0][0], lambda slot: self._client.prefixes(slot, asked))
 
     # -- inside -------------------------------------------------------------------
+
+    def _refuse_foreign(self, layers: int) -> None:
+        """Raises ValueError where a prefix without a completion record is not to be attended."""
+        name, source = self.namespace, self._pc.source
+        if layers <= 0:
+            raise ValueError(
+                f"nothing to attend to is stored under namespace {name}: it has no completion "
+                "record (foreign=True takes what attend_store_layer put there, unproved)"
+            )
+        if self._pc.strict:
+            raise ValueError(f"namespace {name} has no completion record, and strict is on")
+        if source is not None and source.asked(name):
+            raise ValueError(
+                f"namespace {name} has no completion record, and is to hold the tokens that "
+                "get_or_prefill was asked for: a foreign prefix is not known to be those"
+            )
+
+    def _foreign_shapes(self, layers: int) -> Iterator[tuple[int, int, int]]:
+        """Raises ValueError for a layer that is not there, or of another number of tokens."""
+        found = self._client.shapes(self.namespace, self.sid, layers)
+        for layer, (state, heads, tokens, dim) in enumerate(found):
+            if state == "MISS":
+                raise ValueError(
+                    f"nothing to attend to is stored under namespace {self.namespace}: "
+                    f"layer {layer} of {layers} is not there"
+                )
+            if tokens != self.num_tokens:
+                raise ValueError(
+                    f"namespace {self.namespace} holds {tokens} tokens in layer {layer}, "
+                    f"{self.num_tokens} were asked for"
+                )
+            yield heads, dim, dim
 
     def _query(self, q: Floats, keys: Floats, values: Floats, window: int) -> Query:
         return Query(q, keys, values, even_head_map(q.shape[0], keys.shape[0]), window)
@@ -101,7 +135,9 @@ class RemotePrefix:
         this forward, and those of other models, each time.
         """
         if self._stored is None:
-            self._client.warm_again(slot, heads, dim, because)
+            if self._client.has_record(self.namespace):
+                raise because  # its rows are those of another prefix
+            self._client.warm_again(slot, heads, dim, because, Whole(self.num_tokens))
         elif self._warm_stored(self._stored, slot, heads, dim) <= 0:
             raise because
 
@@ -122,9 +158,14 @@ class RemotePrefix:
 
     def _find(self) -> StoredPrefix | None:
         source = self._pc.source
-        found: StoredPrefix | None = (
-            None if source is None else source.stored(self.namespace, self.num_tokens)
-        )
+        if source is None:
+            if self._client.has_record(self.namespace):
+                raise ValueError(
+                    f"namespace {self.namespace} holds a prefix of one model: only "
+                    "PionPromptCache(model) can tell whether it is this one's"
+                )
+            return None
+        found: StoredPrefix | None = source.stored(self.namespace, self.num_tokens)
         return found
 
     def _same_as_before(self) -> StoredPrefix:

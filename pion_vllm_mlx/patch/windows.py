@@ -8,9 +8,14 @@ many rows, and one more for each that follows: mlx-lm trims before it appends.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from mlx_lm.models.cache import KVCache, RotatingKVCache
 from numpy.typing import NDArray
+
+from pion_vllm_mlx.cache.attend_client import whole_number
+from pion_vllm_mlx.errors import PionMlxCompatError
 
 
 class Causal(str):
@@ -66,3 +71,38 @@ def seen(limits: Limits, num_tokens: int, num_suffix: int, num_queries: int) -> 
     tokens = np.arange(num_suffix)
     mask = (tokens <= at[:, None]) & (tokens > (at - most)[:, None])
     return Seen(prefix, mask, num_tokens)
+
+
+def checked_window(asked: int | None) -> int | None:
+    """The rows of a window; None for the whole prefix, which 0 means, too.
+
+    Raises TypeError for what is no whole number, ValueError for a negative one.
+    """
+    window = 0 if asked is None else whole_number(asked, "fa_window")
+    if window < 0:
+        raise ValueError(f"fa_window is 1 or more, or 0 for the whole prefix, not {window}")
+    return window or None
+
+
+def windowed(own: Any, window: int | None) -> Any:
+    """A cache of mlx-lm's own that keeps the last ``window`` rows of ``own``, in a ring.
+
+    ``own`` itself without a window, or where it has one that is no longer. Raises
+    PionMlxCompatError for a cache that no such ring can be made of.
+    """
+    if window is None:
+        return own
+    kind = type(own)
+    if kind is RotatingKVCache and not own.keep:
+        if own.max_size <= window:
+            return own
+        rows = [own._temporal_order(side) for side in (own.keys, own.values)]
+    elif kind is KVCache:
+        rows = [side[..., : own.offset, :] for side in (own.keys, own.values)]
+    else:
+        raise PionMlxCompatError(f"fa_window={window} over a {kind.__name__}")
+    make: Any = RotatingKVCache
+    ring = make(max_size=window)
+    ring.keys, ring.values = (side[..., -window:, :] for side in rows)
+    ring.offset, ring._idx = own.offset, ring.keys.shape[2]
+    return ring

@@ -236,7 +236,9 @@ def test_nothing_stored_and_no_server_are_said_at_once(own: tuple[RunningServer,
         pion_vllm_mlx.make_pion_prompt_cache(model, "absent", pc, 4)
 
 
-def test_a_foreign_prefix_is_attended_unless_strict(own: tuple[RunningServer, Opener]) -> None:
+def test_a_foreign_prefix_is_attended_by_who_says_so_unless_strict(
+    own: tuple[RunningServer, Opener]
+) -> None:
     opened = own[1]
     model = tiny_model("llama")
     pc = opened(model)
@@ -244,12 +246,11 @@ def test_a_foreign_prefix_is_attended_unless_strict(own: tuple[RunningServer, Op
     for layer, entry in enumerate(cache):
         rows = (np.array(a[0, :, : len(IDS)]) for a in (entry.keys, entry.values))
         pc.attend_store_layer("foreign", layer, *rows)
-    made = pion_vllm_mlx.make_pion_prompt_cache(model, "foreign", pc, len(IDS))
+    make = pion_vllm_mlx.make_pion_prompt_cache
+    made = make(model, "foreign", pc, len(IDS), foreign=True)
     assert furthest(forwards(model, made, 3), alone(model, IDS, 3)) < 1e-5
     with pytest.raises(ValueError, match="strict"):
-        pion_vllm_mlx.make_pion_prompt_cache(
-            model, "foreign", opened(model, strict=True), len(IDS)
-        )
+        make(model, "foreign", opened(model, strict=True), len(IDS), foreign=True)
 
 
 def test_a_mask_that_hides_a_part_of_the_prefix_is_refused(

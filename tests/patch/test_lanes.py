@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 
 import pion_vllm_mlx
+from pion_vllm_mlx.cache import inproc
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from tests.models import WINDOW, tiny_model, token_ids
 from tests.patch.conftest import LANES, SUFFIX, Opener, alone, forwards, furthest
@@ -214,3 +215,33 @@ def test_over_the_wire_no_row_of_the_prefix_is_here(opened: Opener, lane: str) -
         held.append((fetched, [(e.nbytes, e.keys_and_values()[0].shape) for e in cache]))
     assert held[0] == held[1] and held[0][0] == 0
     assert held[0][1][0][1][2] == len(SUFFIX) + 2
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+def test_a_process_that_got_the_prefix_from_files_attends_to_it_in_this_process(
+    opened: Opener, family: str
+) -> None:
+    model, ids, name = tiny_model(family), token_ids(40), f"got {family}"
+    opened(model).get_or_prefill(ids, name)
+    pc = opened(model, "in-process")
+    for lane in ("mapped", "in-process"):
+        kept = pc.get_or_prefill(ids, name)
+        assert pc.stats()["lane"] == lane and kept[0].offset == len(ids)
+        cache = pion_vllm_mlx.make_pion_prompt_cache(model, name, pc, len(ids))
+        assert cache[0].lane == "in-process"
+        assert furthest(forwards(model, cache, 3), alone(model, ids, 3)) < 1e-5
+    assert pc.hits == 2 and pc.attend_query_calls == 0
+
+
+def test_a_process_without_room_for_the_prefix_attends_to_it_at_the_server(opened: Opener) -> None:
+    model, ids = tiny_model("llama"), token_ids(40)
+    opened(model).get_or_prefill(ids, "no room")
+    try:
+        pc = opened(model, "in-process", inproc_bytes=0)
+        pc.get_or_prefill(ids, "no room")
+        assert pc.stats()["lane"] == "mapped"
+        cache = pion_vllm_mlx.make_pion_prompt_cache(model, "no room", pc, len(ids))
+        assert cache[0].lane == "binary" and inproc.PROCESS.nbytes == 0
+        assert furthest(forwards(model, cache, 3), alone(model, ids, 3)) < 1e-5
+    finally:
+        inproc.PROCESS.set_cap(inproc.DEFAULT_CAP_BYTES)

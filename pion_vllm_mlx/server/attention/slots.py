@@ -103,6 +103,12 @@ class SlotTable(Generic[HeldT]):
             return "HIT"
         return "COLD" if key in self.cold else "MISS"
 
+    def shape(self, key: Key) -> tuple[int, int, int]:
+        """H, N and D of what is WARM or was; zeros of what is MISSING."""
+        slot = self.warm.get(key)
+        found = self.cold.get(key) if slot is None else slot.held
+        return (0, 0, 0) if found is None else (found.heads, found.tokens, found.dim)
+
     def find(self, key: Key) -> Slot[HeldT]:
         """The resident slot; does not count as access. Raises ColdMiss, NotStored."""
         slot = self.warm.get(key)
@@ -175,12 +181,14 @@ class SlotTable(Generic[HeldT]):
     def forget(self, namespaces: Iterable[bytes]) -> None:
         """Dropped namespaces take along what was made from them, and the sessions of their name.
 
-        Those are ``ns`` itself and ``ns_attn``; they become MISSING.
+        Those are ``ns`` itself, ``ns_attn`` and ``ns_attn:…``; they become MISSING.
         """
         gone = set(namespaces)
-        names = gone | {namespace + b"_attn" for namespace in gone}
+        attended = {namespace + b"_attn" for namespace in gone}
+        names = gone | attended
         for table in (self.warm, self.cold):
             entries: list[tuple[Key, Slot[HeldT] | ColdEntry]] = list(table.items())
             for key, entry in entries:
-                if key.sid in names or entry.source in gone:
+                beginning = key.sid.rpartition(b":")[0]
+                if key.sid in names or entry.source in gone or beginning in attended:
                     del table[key]

@@ -88,12 +88,15 @@ async def attend_prefix_store(context: Context, args: list[Arg]) -> Reply:
 
 @on_slot(
     "ATTEND.PREFIX.LOOKUP",
-    3,
-    "Whether K and V of a layer are resident: HIT, COLD or MISS.",
-    syntax="sid layer",
+    -3,
+    "Whether K and V of a layer are resident: HIT, COLD or MISS; with SHAPE also H, N and D.",
+    syntax="sid layer [SHAPE]",
 )
 def attend_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
-    return Simple(context.server.attention.slots.state(key_of(args)))
+    given = arguments.options(args[3:], {"SHAPE": 0}, "ATTEND.PREFIX.LOOKUP")
+    key, slots = key_of(args), context.server.attention.slots
+    state = Simple(slots.state(key))
+    return [state, *slots.shape(key)] if "SHAPE" in given else state
 
 
 @on_slot(

@@ -134,6 +134,8 @@ def test_the_owner_with_the_most_bytes_gives_first() -> None:
 def test_a_dropped_namespace_takes_its_sessions_and_what_was_made_of_it() -> None:
     table: SlotTable[Rows] = SlotTable(max_warm=4)
     names = [b"ns", b"ns_attn", b"other", b"ns2", b"ns", b"mine"]
+    table.put(Key(b"ns_attn:4711", 0), slot())
+    table.put(Key(b"ns2_attn:4711", 0), slot())
     for layer, name in enumerate(names):
         source = b"ns" if name == b"mine" else b""
         table.put(Key(name, layer), slot(source=source))
@@ -141,3 +143,14 @@ def test_a_dropped_namespace_takes_its_sessions_and_what_was_made_of_it() -> Non
     table.forget([b"ns"])
     found = [table.state(Key(n, i)) for i, n in enumerate(names)]
     assert found == ["MISS", "MISS", "HIT", "HIT", "MISS", "MISS"]
+    by_content = [table.state(Key(name, 0)) for name in (b"ns_attn:4711", b"ns2_attn:4711")]
+    assert by_content == ["MISS", "COLD"]
+
+
+def test_a_shape_is_told_of_what_is_warm_and_of_what_was() -> None:
+    table: SlotTable[Rows] = SlotTable(max_warm=1)
+    table.put(key(0), slot())
+    shape = table.shape(key(0))
+    table.put(key(1), slot())
+    assert table.state(key(0)) == "COLD" and table.shape(key(0)) == shape != (0, 0, 0)
+    assert table.shape(key(2)) == (0, 0, 0)
