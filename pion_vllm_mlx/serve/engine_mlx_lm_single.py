@@ -29,6 +29,10 @@ JOURNAL_TOKENS = 16
 #: where each note costs a recurrent state.
 STATEFUL_JOURNAL_TOKENS = 64
 DEFAULT_STEP_TOKENS = 2048
+#: random states that depend on each other, at most, when they are computed.
+STATES_A_GRAPH = 256
+
+Sampler = Callable[[mx.array], mx.array]
 
 
 class SingleRequests:
@@ -166,6 +170,26 @@ def _with_history(plan: Plan, options: dict[str, Any]) -> list[Any]:
     return [wrapped(processor) for processor in processors]
 
 
+def _advanced(sampler: Sampler, count: int) -> Sampler:
+    """A sampler that has the random state behind ``count`` tokens when it is called first.
+
+    Each call takes as many keys as every other, whatever the logits; of those here nothing but
+    the state is ever computed.
+    """
+    left = count
+
+    def sample(logprobs: mx.array) -> mx.array:
+        nonlocal left
+        while left:
+            sampler(mx.zeros_like(logprobs))
+            left -= 1
+            if left % STATES_A_GRAPH == 0:
+                mx.eval(mx.random.state)
+        return sampler(logprobs)
+
+    return sample
+
+
 def _resumed(
     original: Callable[..., Iterator[Any]], plan: Plan, options: dict[str, Any]
 ) -> Iterator[Any]:
@@ -188,6 +212,7 @@ def _resumed(
             generation_tps=0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
         )
+    options["sampler"] = _advanced(options["sampler"], len(plan.resume))
     options["prompt"] = plan.resume[-1:]
     options["max_tokens"] -= len(plan.resume)
     for response in original(**options):

@@ -23,6 +23,7 @@ pytest.importorskip("mlx_lm")
 
 TEXT = "A quick brown fox jumps over a lazy dog and naps. " * 11
 NO_END = {"logit_bias": {"0": -100.0}}  # a random model would end its reply somewhere
+XTC = {"xtc_probability": 0.5, "xtc_threshold": 0.4}  # takes another key a token
 DISK_BYTES = 24 << 20
 
 
@@ -106,6 +107,31 @@ def test_a_killed_engine_continues_a_reply_from_its_journal(engine: Engine) -> N
     assert "reply resumed at token" in engine.output()
     # Over, it begins anew: another sample would be another reply.
     assert streamed(engine, 120, seed=1)[1]["resumed_tokens"] == 0
+
+
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.9, "min_p": 0.01}, XTC])
+def test_a_sampled_reply_is_continued_as_its_seed_has_it(
+    engine: Engine, pion_server: RunningServer, more: Any
+) -> None:
+    limit, sampling = 400, {"temperature": 0.9, "seed": 3, **more}
+    whole, told = streamed(engine, limit, **sampling)
+    assert told["resumed_tokens"] == 0
+    client = RespClient("127.0.0.1", pion_server.port)
+
+    def noted() -> int:
+        journals = [client.cmd("GET", key) for key in client.cmd("KEYS", "pps:*:jr:*")]
+        return max((len(raw or b"") // 4 for raw in journals), default=0)
+
+    body = {"prompt": TEXT, "max_tokens": limit, "stream": True, **NO_END, **sampling}
+    with engine.open("/v1/completions", body) as answer:
+        answer.readline()
+        until(lambda: noted() >= 16, "the journal")
+        engine.end(signal.SIGKILL)
+    client.close()
+    engine.start()
+    again, told = streamed(engine, limit, **sampling)
+    assert told["resumed_tokens"] >= 16
+    assert again == whole
 
 
 @pytest.mark.parametrize("way", ["length", "stop"])
