@@ -21,7 +21,7 @@ from pion_vllm_mlx.cache.prompt_cache_stats import Counters
 from pion_vllm_mlx.cache.store_client import StoreClient
 from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, Place, parse_url
 from pion_vllm_mlx.errors import ConfigError, PionError, UnsupportedCache
-from pion_vllm_mlx.formats import FORMATS, get_format
+from pion_vllm_mlx.formats import storage_format
 
 if TYPE_CHECKING:
     from pion_vllm_mlx.cache.attend_source import AttendSource
@@ -92,7 +92,7 @@ class PionPromptCache(AttendMethods):
         if not 0 < deadline_seconds <= _LONGEST_DEADLINE_SECONDS:
             raise ConfigError("deadline_seconds lies between 0 and 86,400")
         self.model = model
-        self.vquant = _format_name(vquant)
+        self.vquant = storage_format(vquant) if vquant is not None else None
         check_settings(model, self.vquant, boundary_protect)
         self.host, self.port = host, port
         self.stage2 = stage2
@@ -287,13 +287,3 @@ class PionPromptCache(AttendMethods):
         except PionError as error:
             self._counters.store_failures += 1
             log.warning("the attention of a prefix is not resident: %s", error)
-
-
-def _format_name(vquant: str | None) -> str | None:
-    """The canonical name of a format that rows of any width can be asked for in."""
-    if vquant is None:
-        return None
-    name = get_format(vquant).name
-    if name not in FORMATS:
-        raise ConfigError(f"{name} is no format for vquant (known: {', '.join(FORMATS)})")
-    return name

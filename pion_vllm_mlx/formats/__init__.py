@@ -24,6 +24,7 @@ __all__ = [
     "f16_to",
     "get_format",
     "resolve",
+    "storage_format",
     "to_f16",
     "transpose_rows",
 ]
@@ -70,6 +71,18 @@ def resolve(name: str, width: int) -> Format:
     if isinstance(kind, Bf16RopeFp8Body):
         raise _only_in_a_schema()
     return kind if width % kind.block == 0 else FORMATS["int8"]
+
+
+def storage_format(name: str) -> str:
+    """The canonical name of a format that rows of any width can be asked for in.
+
+    Raises UnknownFormat for all others, which is a ConfigError.
+    """
+    canonical = get_format(name).name
+    if canonical not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise UnknownFormat(f"{canonical} is no format for prefixes (known: {known})")
+    return canonical
 
 
 def _only_in_a_schema() -> UnknownFormat:

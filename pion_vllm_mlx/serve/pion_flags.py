@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.formats import FORMATS, storage_format
+
 DURABLE_TOKENS = 64
 
 
@@ -85,7 +88,10 @@ def add_pion_flags(parser: argparse.ArgumentParser) -> None:
         "--pion-port", type=port, metavar="PORT", help="its port (with --pion-host: 1974)"
     )
     group.add_argument(
-        "--pion-vquant", metavar="FORMAT", help="storage format (default: the cache's own dtype)"
+        "--pion-vquant",
+        type=_format,
+        metavar="FORMAT",
+        help=f"storage format: {', '.join(FORMATS)} (default: the cache's own dtype)",
     )
     group.add_argument(
         "--pion-budget-gb",
@@ -146,6 +152,13 @@ def port(text: str) -> int:
     if not 0 < number < 65536:
         raise argparse.ArgumentTypeError("a port is 1 to 65535")
     return number
+
+
+def _format(text: str) -> str:
+    try:
+        return storage_format(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _count(text: str) -> int:

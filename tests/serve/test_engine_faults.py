@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,8 @@ def test_a_killed_engine_continues_a_reply_from_its_journal(engine: Engine) -> N
 def test_a_sampled_reply_is_continued_as_its_seed_has_it(
     engine: Engine, pion_server: RunningServer, more: Any
 ) -> None:
+    if more is XTC and version("mlx_lm").startswith("0.31."):
+        pytest.skip("mlx-lm 0.31 nests the tokens that XTC spares, and fails on them")
     limit, sampling = 400, {"temperature": 0.9, "seed": 3, **more}
     whole, told = streamed(engine, limit, **sampling)
     assert told["resumed_tokens"] == 0

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from pion_vllm_mlx import cli
+from pion_vllm_mlx.cache.lineage import LineageOptions
+from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.serve import main, options
 from pion_vllm_mlx.serve.gate import tenant_of
 
@@ -50,6 +52,14 @@ def test_a_vllm_mlx_model_is_a_word_of_the_engines() -> None:
     assert found.engine_arguments == ("M", "--continuous-batching")
 
 
+def test_a_storage_format_has_one_name() -> None:
+    assert parsed("--pion-vquant", "INT8").pion.vquant == "int8"
+    assert LineageOptions(vquant="INT8").vquant == "int8"
+    for unknown in ("garbage", "raw:8", ""):
+        with pytest.raises(ConfigError, match="format"):
+            LineageOptions(vquant=unknown)
+
+
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
@@ -63,6 +73,8 @@ def test_a_vllm_mlx_model_is_a_word_of_the_engines() -> None:
         (["--unload-after", "nan"], "--unload-after"),
         (["--pion-budget-gb", "-1"], "--pion-budget-gb"),
         (["--pion-min-gain", "-1"], "--pion-min-gain"),
+        (["--pion-vquant", "garbage"], "unknown format 'garbage' (known: fp16"),
+        (["--pion-vquant", "raw:8"], "raw:8 is no format for prefixes"),
         (["--pion-attend", "--no-pion"], "--pion-attend does not go with --no-pion"),
         (["--pion-attend", "--durable"], "--durable"),
         (["--pion-attend", "--kv-bits=8"], "--kv-bits"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.config import GIGABYTE
 from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.formats import storage_format
 
 if TYPE_CHECKING:
     from pion_vllm_mlx.cache.lineage.index import Found
@@ -28,8 +29,9 @@ class LineageOptions:
 
     ``budget_bytes`` caps what all lineages of the server, or of a worker of it, hold together
     (0: the server's own limits only). A prefix of fewer than ``min_gain`` tokens is neither kept
-    nor restored. ``vquant`` is a storage format, None the cache's own dtype. ``key_parts`` are
-    further parts of the key: tokenizer, template, adapter, API key or tenant.
+    nor restored. ``vquant`` is a storage format, in upper or lower case, None the cache's own
+    dtype. ``key_parts`` are further parts of the key: tokenizer, template, adapter, API key or
+    tenant.
     ``checkpoints=False`` gives exact-prefix behaviour. ``resume=False`` keeps no journal,
     ``durable`` has every store flushed to stable storage. ``queue_bytes`` caps what waits to be
     written. ``kv_bits`` and ``kv_group_size`` say that the engine quantizes its KV caches, from
@@ -60,6 +62,8 @@ class LineageOptions:
             raise ConfigError("min_gain must be at least 1")
         if not 0 < self.deadline_seconds <= 86_400:
             raise ConfigError("deadline_seconds lies between 0 and 86,400")
+        if self.vquant is not None:
+            object.__setattr__(self, "vquant", storage_format(self.vquant))
 
 
 @dataclass(frozen=True)
