@@ -3,7 +3,8 @@
 Letters: H_q query heads, H_kv stored heads, M query tokens, S suffix tokens, D head dimension;
 all arrays are float32. Queries go over the binary lane where there is one, and over RESP
 after its first failure. Every call ends by a deadline: that of the store client for
-questions, ``WORK_SECONDS`` at least for what the server has to compute or to read.
+questions, ``WORK_SECONDS`` at least for what the server has to compute or to read, as long as it
+answers a PING meanwhile.
 
 Raises CommandError (ColdMiss for a slot that is known and not resident, see also
 ``is_missing``), and StoreUnavailable. Knows no mlx.
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.cache.attend_lane import BinaryLane
+from pion_vllm_mlx.cache.attend_lane import BinaryLane, Silence
 from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.store_client import StoreClient
 from pion_vllm_mlx.errors import ColdMiss, CommandError, OutOfMemory, StoreUnavailable
@@ -158,6 +159,8 @@ class AttendClient:
         self._lane: BinaryLane | None = None if no_binary else BinaryLane(client, password)
         self._patient: dict[Address, RespConnection] = {}
         self._lock = threading.Lock()
+        #: after how long without a byte the server is asked whether it is still there
+        self.silence_seconds = client.deadline_seconds
         self.cold_misses = 0
         self.query_ms_total = 0.0
         self.queries: Counter[str] = Counter()
@@ -324,7 +327,8 @@ class AttendClient:
         started = time.perf_counter()
         lane = self._lane if self._lane is not None and self._lane.usable() else None
         if lane is not None:
-            body = lane.ask(_FUSED, _fused_body(slot, query), query.num_bytes)
+            silence = Silence(self.silence_seconds, lambda: self._still_there(slot.namespace))
+            body = lane.ask(_FUSED, _fused_body(slot, query), query.num_bytes, silence)
             if body is not None:
                 self._counted(BINARY, started)
                 return _floats(body, query.q.size).reshape(query.q.shape)
@@ -391,9 +395,24 @@ class AttendClient:
         with self._lock:
             connection = self._patient.get(address)
             if connection is None:
-                connection = self._client.endpoint.connect(address, patient=True)
+                connection = self._client.endpoint.connect(
+                    address,
+                    silence_seconds=self.silence_seconds,
+                    on_silence=lambda: self._answers(address),
+                )
                 self._patient[address] = connection
             return connection
+
+    def _still_there(self, namespace: str) -> None:
+        self._client.ask(namespace, lambda connection: self._answers(connection.address))
+
+    def _answers(self, address: Address) -> None:
+        """Raises StoreUnavailable for a server that does not answer a PING in time.
+
+        One that computes does: its event loop waits for nothing.
+        """
+        with self._client.endpoint.connect(address) as asked:
+            asked.command("PING")
 
 
 def _query_command(slot: Slot, q: Floats, top_k: int, window: int | None) -> list[Part]:

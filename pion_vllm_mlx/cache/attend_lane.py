@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from pion_vllm_mlx.cache.connection import Address, RespConnection, info_fields
 from pion_vllm_mlx.cache.frame_connection import PING, FrameConnection
@@ -11,6 +13,7 @@ from pion_vllm_mlx.cache.store_client import StoreClient
 from pion_vllm_mlx.errors import (
     ColdMiss,
     CommandError,
+    DeadlineExceeded,
     PionError,
     ServerRefused,
     StoreUnavailable,
@@ -24,6 +27,14 @@ _AUTH = 0x37
 #: how long the server may take to find that it knows us, and to compute one attention.
 _GREETING_SECONDS, _WORK_SECONDS = 2.0, 60.0
 _LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Silence:
+    """What is asked after so many seconds without a byte; it raises to give up."""
+
+    seconds: float
+    ask: Callable[[], None]
 
 
 class BinaryLane:
@@ -47,17 +58,25 @@ class BinaryLane:
                 self._given_up = self._frames is None
             return self._frames is not None
 
-    def ask(self, opcode: int, body: bytes, num_bytes: int) -> bytes | None:
+    def ask(
+        self, opcode: int, body: bytes, num_bytes: int, silence: Silence | None = None
+    ) -> bytes | None:
         """The body of the reply; None after a failure of the lane, which is then given up.
 
-        Raises ColdMiss, and CommandError for a slot that is not there and for a refusal.
+        Raises DeadlineExceeded for a server that is silent: that one is not asked again, on
+        another lane. Raises ColdMiss, and CommandError for a slot that is not there and for a refusal.
         """
         with self._lock:
             if self._frames is None:
                 return None
             self._frames.timeout = max(_WORK_SECONDS, self._client.seconds(num_bytes))
+            if silence is not None:
+                self._frames.silence_seconds, self._frames.on_silence = silence.seconds, silence.ask
             try:
                 status, reply = self._frames.exchange(opcode, body)
+            except DeadlineExceeded as error:
+                self._give_up(error)
+                raise
             except StoreUnavailable as error:
                 self._give_up(error)
                 return None

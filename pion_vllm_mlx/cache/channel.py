@@ -10,6 +10,7 @@ import select
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -58,8 +59,16 @@ class Channel:
     however much time a long transfer has left.
     """
 
-    def __init__(self, address: Address, ends_at: float, silence_seconds: float) -> None:
+    def __init__(
+        self,
+        address: Address,
+        ends_at: float,
+        silence_seconds: float,
+        on_silence: Callable[[], None] | None = None,
+    ) -> None:
+        """After ``silence_seconds`` ``on_silence`` is asked, which raises to give up."""
         self.address = address
+        self._on_silence = on_silence
         self._silence_seconds = silence_seconds
         self.parser = ReplyParser()
         self.sock: socket.socket | TlsSocket
@@ -145,8 +154,11 @@ class Channel:
         self._poll.register(self.sock, events)
         left = ends_at - time.monotonic()
         patience = min(left, self._silence_seconds)
-        if left <= 0 or not (self._poll.poll(max(1.0, patience * 1000)) or self._anything()):
+        if left > 0 and (self._poll.poll(max(1.0, patience * 1000)) or self._anything()):
+            return
+        if self._on_silence is None or time.monotonic() >= ends_at:
             raise DeadlineExceeded(f"{self.address}: no reply before the deadline")
+        self._on_silence()
 
     def _ask_for(self, nbytes: int) -> None:
         """From now on count the socket as readable when so much has come, or its end."""

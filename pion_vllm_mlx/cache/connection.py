@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -50,7 +50,8 @@ class RespConnection:
 
     ``deadline_seconds`` holds for a whole call, from waiting for another thread's
     call to the last byte of the reply, whatever its size; within it, a server that
-    moves no byte for ``silence_seconds`` is given up. Every call raises
+    moves no byte for ``silence_seconds`` is given up; with ``on_silence``, which is then
+    called, where that raises. Every call raises
     StoreUnavailable, DeadlineExceeded, or TypeError for an argument that cannot be
     sent; a wrong password raises the server's refusal.
     """
@@ -63,10 +64,12 @@ class RespConnection:
         password: str | None = None,
         username: str | None = None,
         silence_seconds: float = math.inf,
+        on_silence: Callable[[], None] | None = None,
     ) -> None:
         self.address = address
         self.deadline_seconds = deadline_seconds
         self.silence_seconds = silence_seconds
+        self._on_silence = on_silence
         self._login = [part for part in ("AUTH", username, password) if part is not None]
         self._state = _State()
         self._local = threading.local()
@@ -226,7 +229,9 @@ class RespConnection:
         if state.channel is not None and state.channel.is_stale():
             state.close()
         if state.channel is None:
-            state.channel = Channel(self.address, ends_at, self.silence_seconds)
+            state.channel = Channel(
+                self.address, ends_at, self.silence_seconds, self._on_silence
+            )
             if len(self._login) > 1:
                 out = deque(request_buffers([self._login]))
                 _unless_error(state.channel.exchange(out, 1, ends_at)[0])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
 import time
+from collections.abc import Callable
+from functools import partial
 
 from pion_vllm_mlx.errors import (
     DeadlineExceeded,
@@ -18,6 +21,8 @@ from pion_vllm_mlx.wire.loopback import is_loopback, unpaced
 from pion_vllm_mlx.wire.requests import MemoryBulk
 
 LAYER_STORE, LAYER_FETCH, PING = 0x10, 0x11, 0xFF
+#: the longest session id, and the highest layer: two bytes each.
+_MOST = 0xFFFF
 
 
 class FrameConnection:
@@ -27,6 +32,9 @@ class FrameConnection:
         self.host = host
         self.port = port
         self.timeout = timeout
+        #: after how long without a byte ``on_silence`` is called, which raises to give up
+        self.silence_seconds = math.inf
+        self.on_silence: Callable[[], None] | None = None
         self._socket: socket.socket | None = None
         self._parser = FrameParser()
 
@@ -72,14 +80,14 @@ class FrameConnection:
         self, opcode: int, head: bytes, blob: memoryview, ends_at: float
     ) -> tuple[int, bytes]:
         sock = self._open(ends_at)
-        sock.sendall(frames.header(opcode, len(head) + blob.nbytes) + head)
-        if blob.nbytes:
-            sock.sendall(blob)
+        for part in (frames.header(opcode, len(head) + blob.nbytes) + head, blob.cast("B")):
+            left = memoryview(part)
+            while left.nbytes:
+                left = left[self._moved(partial(sock.send, left), sock, ends_at) :]
         while (reply := self._parser.next_frame()) is None:
             window = self._parser.get_buffer()
             assert window is not None
-            sock.settimeout(max(ends_at - time.monotonic(), 1e-3))
-            received = sock.recv_into(window)
+            received = self._moved(partial(sock.recv_into, window), sock, ends_at)
             if received == 0:
                 raise ConnectionError("closed the connection")
             self._parser.buffer_updated(received)
@@ -88,6 +96,18 @@ class FrameConnection:
             return reply.code, body
         assert isinstance(body, MemoryBulk)
         return reply.code, body.view.tobytes()
+
+    def _moved(self, step: Callable[[], int], sock: socket.socket, ends_at: float) -> int:
+        """How many bytes ``step`` moved. Raises TimeoutError, and what ``on_silence`` raises."""
+        while True:
+            left = max(ends_at - time.monotonic(), 1e-3)
+            sock.settimeout(min(left, self.silence_seconds))
+            try:
+                return step()
+            except TimeoutError:
+                if self.on_silence is None or left <= self.silence_seconds:
+                    raise
+            self.on_silence()
 
     def _open(self, ends_at: float) -> socket.socket:
         left = max(ends_at - time.monotonic(), 1e-3)
@@ -102,4 +122,9 @@ class FrameConnection:
 
 
 def _layer(session: bytes, layer: int) -> bytes:
+    """What names a layer in a frame. Raises ServerRefused for what no server could be asked."""
+    if not 0 <= layer <= _MOST:
+        raise ServerRefused(f"a layer is a number of 0 to {_MOST}, not {layer}")
+    if len(session) > _MOST:
+        raise ServerRefused(f"a session id has up to {_MOST} bytes, not {len(session)}")
     return struct.pack("<H", len(session)) + session + struct.pack("<H", layer)

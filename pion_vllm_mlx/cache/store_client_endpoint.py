@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 import time
@@ -224,17 +223,25 @@ class Endpoint:
             self._close_former(worker, address)
         return way[0]
 
-    def connect(self, address: Address, *, patient: bool = False) -> RespConnection:
+    def connect(
+        self,
+        address: Address,
+        *,
+        silence_seconds: float | None = None,
+        on_silence: Callable[[], None] | None = None,
+    ) -> RespConnection:
         """A connection of its own to an address of this server.
 
-        ``patient``: a server that is silent for as long as it computes is not given up.
+        A server that is silent for ``silence_seconds``, else for the deadline, is given up;
+        with ``on_silence``, which is then called, where that raises.
         """
         return RespConnection(
             address,
             deadline_seconds=self._deadline,
             password=self._password,
             username=self._username,
-            silence_seconds=math.inf if patient else self._deadline,
+            silence_seconds=self._deadline if silence_seconds is None else silence_seconds,
+            on_silence=on_silence,
         )
 
     def ask_again(self) -> None:

@@ -22,6 +22,7 @@ from pion_vllm_mlx.errors import PionMlxCompatError
 
 NAME = "scaled_dot_product_attention"
 BASE = "mlx_lm.models.base"
+_MODELS = "mlx_lm.models."
 OLDEST, NEWEST = (0, 20, 1), (0, 32, 2)
 TESTED_RANGE = ">=0.31.3,<0.33"
 EXPECTED = ("queries", "keys", "values", "cache", "scale", "mask", "sinks")
@@ -103,12 +104,16 @@ class Seam:
         return function is not None and any(function is one for one in known)
 
     def install(self, make: Callable[[Attention], Attention]) -> None:
-        """Puts ``make(original)`` in place everywhere; nothing where that was done before."""
+        """Puts ``make(original)`` in place everywhere; nothing where that was done before.
+
+        Raises PionMlxCompatError, and changes nothing, where another package was there first.
+        """
         check_seam()
         with self._lock:
             if self.replacement is not None:
                 return
             original = getattr(importlib.import_module(BASE), NAME)
+            _refuse_replaced(original)
             self.original, self.replacement = original, make(original)
             _replace(original, self.replacement)
 
@@ -122,6 +127,26 @@ class Seam:
 
 
 SEAM = Seam()
+
+
+def _refuse_replaced(original: Attention) -> None:
+    """Raises PionMlxCompatError for models that hold another function than mlx-lm's base.
+
+    They were imported before, or patched after, somebody else replaced it: whichever is put
+    in place now, some of them would not get it.
+    """
+    for module in _modules():
+        held = vars(module).get(NAME)
+        if not module.__name__.startswith(_MODELS) or held is None or held is original:
+            continue
+        home = str(getattr(held, "__module__", None))
+        if home == BASE or not home.startswith(_MODELS):
+            whose = {str(getattr(one, "__module__", None)) for one in (held, original)} - {BASE}
+            raise PionMlxCompatError(
+                f"{module.__name__} and {BASE} hold different functions as {NAME}: another "
+                f"package replaced one of them ({', '.join(sorted(whose)) or 'unknown'}); install "
+                "this patch before it, or take that one back"
+            )
 
 
 def _replace(present: Attention, wanted: Attention) -> None:

@@ -104,6 +104,41 @@ def test_a_server_that_hangs_is_given_up_within_a_deadline(
 
 
 @pytest.mark.parametrize("lane", ["binary", "resp"])
+def test_a_server_that_stands_still_is_asked_once_and_one_that_computes_is_waited_for(
+    own: tuple[RunningServer, Opener], monkeypatch: pytest.MonkeyPatch, lane: str
+) -> None:
+    server, opened = own
+    model = tiny_model("llama")
+    pc = opened(model, lane)
+    cache, asked = stored(pc, model, "still"), []
+    pc.attention.silence_seconds = 1e-4  # every query takes longer
+    answers, floats = AttendClient._answers, AttendClient._floats
+
+    def counted(client: AttendClient, address: Any) -> None:
+        asked.append("ping")
+        answers(client, address)
+
+    monkeypatch.setattr(AttendClient, "_answers", counted)
+    assert furthest(forwards(model, cache, 3), alone(model, IDS, 3)) < 1e-5
+    assert asked
+
+    def resp(client: AttendClient, *what: Any) -> Any:
+        asked.append("resp")
+        return floats(client, *what)
+
+    monkeypatch.setattr(AttendClient, "_floats", resp)
+    asked.clear()
+    assert server.process is not None
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(StoreUnavailable):
+            model(mx.array([[1]]), cache=cache)
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+    assert asked == (["ping"] if lane == "binary" else ["resp", "ping"])
+
+
+@pytest.mark.parametrize("lane", ["binary", "resp"])
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])
 def test_slots_that_became_cold_are_warmed_again_and_the_numbers_stay(
     own: tuple[RunningServer, Opener], lane: str, family: str

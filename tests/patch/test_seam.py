@@ -218,3 +218,36 @@ def test_layers_may_be_made_one_by_one(opened: Opener) -> None:
     cache = [PionPrefixCache(layer, "one by one", pc, len(ids)) for layer in range(2)]
     found, wanted = forwards(model, cache, 3), alone(model, ids, 3)
     assert max(float(mx.abs(a - b).max()) for a, b in zip(found, wanted, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("place", ["base", "model"])
+def test_a_replacement_that_reached_some_models_only_is_refused(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    before = vars(llama)[NAME]
+
+    def theirs(  # noqa: PLR0913
+        queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any, sinks: Any = None
+    ) -> Any:
+        return before(queries, keys, values, cache, scale, mask, sinks)
+
+    monkeypatch.setattr(base if place == "base" else llama, NAME, theirs)
+    with pytest.raises(PionMlxCompatError, match=r"mlx_lm.models.*another package.*test_seam"):
+        pion_vllm_mlx.install_pion_attention_patch()
+    assert not seam.SEAM.installed()
+    assert vars(llama)[NAME] is (before if place == "base" else theirs)
+
+
+def test_a_replacement_that_reached_all_models_is_kept_below_ours() -> None:
+    before = vars(base)[NAME]
+    theirs = types.FunctionType(
+        before.__code__, before.__globals__, NAME, before.__defaults__, before.__closure__
+    )
+    seam._replace(before, theirs)
+    try:
+        pion_vllm_mlx.install_pion_attention_patch()
+        assert seam.SEAM.original is theirs and vars(llama)[NAME] is vars(base)[NAME] is not theirs
+        pion_vllm_mlx.uninstall_pion_attention_patch()
+        assert vars(llama)[NAME] is vars(base)[NAME] is theirs
+    finally:
+        seam._replace(theirs, before)

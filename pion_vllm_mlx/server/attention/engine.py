@@ -104,6 +104,10 @@ class Engine:
                 if job is None:
                     return
                 waiting.append(job)
+            # who left, or gave up, waits for nothing
+            waiting = deque(job for job in waiting if not job.done.done())
+            if not waiting:
+                continue
             jobs = _next_group(waiting)
             # what clients send may be no number: that is theirs, and nothing to warn of
             with np.errstate(all="ignore"):

@@ -13,7 +13,7 @@ import pytest
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.kernels import api
-from pion_vllm_mlx.server.attention.engine import MAX_ROWS, Engine
+from pion_vllm_mlx.server.attention.engine import MAX_ROWS, Call, Engine
 from pion_vllm_mlx.server.attention.requests import Dense, Sizes
 from pion_vllm_mlx.server.attention.resident import Resident, from_floats
 from tests.server.attention import oracle
@@ -196,5 +196,18 @@ def test_who_has_left_is_not_waited_for() -> None:
         assert (await stays)[0].shape == (2, 1, 32)
         with pytest.raises(asyncio.CancelledError):
             await gone
+
+    run(work)
+
+
+def test_what_nobody_waits_for_any_more_is_not_computed() -> None:
+    async def work(engine: Engine) -> None:
+        computed: list[int] = []
+        async with held_up(engine):
+            calls = [engine.begin(Call(lambda n=n: computed.append(n))) for n in range(6)]
+            for gone in calls[::2]:
+                gone.cancel()
+        await asyncio.gather(*calls[1::2])
+        assert computed == [1, 3, 5]
 
     run(work)
