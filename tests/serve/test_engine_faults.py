@@ -242,9 +242,16 @@ def test_a_full_disk_costs_the_store_and_nothing_else(
                 first = engine.complete(TEXT)
                 assert engine.complete(TEXT).tokens == first.tokens
                 assert engine.until_stored().get("failed", 0) >= 1
+                missed = engine.complete("Without room. " + TEXT).receipt
+                assert missed["why"].partition("the last store failed: ")[2], missed
+                assert engine.until_stored()["failed"] >= 2
+                told = [line for line in engine.output().splitlines() if "WARNING" in line]
+                assert len(told) == 1 and "a prefix was not stored: " in told[0], told
                 (disk / "filler").unlink()
                 other = engine.complete("With room. " + TEXT)
                 engine.until_stored()
+                missed = engine.complete("And more. " + TEXT).receipt
+                assert "failed" not in missed["why"]
                 engine.restart()
                 found = engine.complete("With room. " + TEXT)
                 assert found.tokens == other.tokens

@@ -26,6 +26,16 @@ class Faults:
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._warned = False
+        self._refusal = ""
+
+    @property
+    def refusal(self) -> str:
+        """Why nothing could be stored the last time, "" where that is so no more."""
+        return self._refusal
+
+    def stored(self) -> None:
+        """Something was stored: the next time that it is not is news again."""
+        self._refusal = ""
 
     def answered(self) -> None:
         """The store is there: the next time that it is not is news again."""
@@ -51,3 +61,7 @@ class Faults:
         self._counters.add(name, why=str(error))
         if isinstance(error, StoreUnavailable):
             self.unavailable(error)
+        elif name in ("failed", "over_budget"):
+            level = logging.INFO if self._refusal else logging.WARNING
+            self._refusal = str(error) or type(error).__name__
+            log.log(level, "a prefix was not stored: %s", self._refusal)

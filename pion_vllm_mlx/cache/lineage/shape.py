@@ -13,6 +13,7 @@ from typing import Any
 from pion_vllm_mlx.cache.layers import supported
 from pion_vllm_mlx.cache.leaf import ArraySpec
 from pion_vllm_mlx.cache.lineage.coverage import Ranges, Window, needed
+from pion_vllm_mlx.cache.lineage.types import LineageOptions
 from pion_vllm_mlx.errors import DamagedData, UnsupportedCache
 
 Slot = dict[str, Any]
@@ -107,6 +108,18 @@ class Shape:
                 raise UnsupportedCache(
                     f"slot {slot['slot']} holds {slot['offset']} tokens of {length}"
                 )
+
+
+def refuse_late_quantizing(options: LineageOptions) -> None:
+    """Raises UnsupportedCache where the same prompt has plain caches first, then others.
+
+    Neither are the plain model's: what follows a quantized row was computed from it.
+    """
+    if options.kv_bits is not None and options.quantized_kv_start > 0:
+        raise UnsupportedCache(
+            f"KV caches that are quantized from token {options.quantized_kv_start:,} on: "
+            "--quantized-kv-start 0 has them stored"
+        )
 
 
 def _quantized(slot: Slot, bits: int, group_size: int) -> Slot:

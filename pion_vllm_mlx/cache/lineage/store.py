@@ -41,7 +41,7 @@ from pion_vllm_mlx.cache.lineage.plan import Job
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.reader import DamagedPiece, Reader
 from pion_vllm_mlx.cache.lineage.recent import Recent
-from pion_vllm_mlx.cache.lineage.shape import Shape
+from pion_vllm_mlx.cache.lineage.shape import Shape, refuse_late_quantizing
 from pion_vllm_mlx.cache.lineage.stored import Stored
 from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, Tokens, token_ids
 from pion_vllm_mlx.cache.lineage.types import (
@@ -91,7 +91,7 @@ class LineageStore(Stored):
         self._swept = False
         weakref.finalize(self, _close, self._background, self._front, self._back)
         try:
-            _refuse_late_quantizing(self.options)
+            refuse_late_quantizing(self.options)
             shape = Shape.of(model, draft_model, self.options.kv_bits, self.options.kv_group_size)
             self._model_key = ModelKey(model, draft_model, self.options)
             self._key = self._model_key.current()
@@ -146,6 +146,9 @@ class LineageStore(Stored):
         if refused > match.common:
             budget = f"the budget is {self.options.budget_bytes:,} bytes"
             match = replace(match, why=f"no room for {refused} of it: {budget}", withheld=refused)
+        elif match.why and self._faults.refusal:
+            why = f"{match.why}; the last store failed: {self._faults.refusal}"
+            match = replace(match, why=why)
         return match
 
     def restore(self, match: Match) -> Restored | None:
@@ -364,6 +367,7 @@ class LineageStore(Stored):
             Publisher(self._back, job.names).sweep()
         written = self._writer.write(job)
         self._counters.add("written")
+        self._faults.stored()
         self._unsealed.update(dict.fromkeys(written))
         if self.options.durable:
             self._back.pipeline(job.names.route, [("KV.PREFIX.COMMIT",)])
@@ -413,18 +417,6 @@ class LineageStore(Stored):
                 log.warning("stored rows dropped: %s", error)
 
         self._in_background(run)
-
-
-def _refuse_late_quantizing(options: LineageOptions) -> None:
-    """Raises UnsupportedCache where the same prompt has plain caches first, then others.
-
-    Neither are the plain model's: what follows a quantized row was computed from it.
-    """
-    if options.kv_bits is not None and options.quantized_kv_start > 0:
-        raise UnsupportedCache(
-            f"KV caches that are quantized from token {options.quantized_kv_start:,} on: "
-            "--quantized-kv-start 0 has them stored"
-        )
 
 
 def _close(background: Background, *clients: Any) -> None:
