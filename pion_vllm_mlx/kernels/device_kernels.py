@@ -18,6 +18,7 @@ from pion_vllm_mlx.kernels.device_plan import (
     Inputs,
     Parts,
     Query,
+    Way,
     parts_of,
     row_tiles,
     sharing_of,
@@ -230,7 +231,7 @@ class DeviceKernels(Kernels):
 
     def _attend(self, query: Query) -> Attended:
         way = way_of(self.runner.dialect, query)
-        grouped = way.kernel == "few_rows" and query.sharing > 0
+        grouped = way.whole and query.sharing > 0  # elsewhere a table costs fewer registers
         if grouped:
             num_tiles = query.prefix.num_kv_heads * -(-query.sharing // way.rows)
             tiles: Inputs = ()
@@ -243,7 +244,7 @@ class DeviceKernels(Kernels):
         part_out, part_lse = self.runner.run(
             Launch(
                 way.kernel,
-                self._query_macros(query, grouped),
+                self._query_macros(query, way, grouped),
                 way.template,
                 (("params", self._query_params(query, parts)), *tiles, *self._query_inputs(query)),
                 (("part_out", split, "f32"), ("part_lse", split[:-1], "f32")),
@@ -255,7 +256,7 @@ class DeviceKernels(Kernels):
             return Attended(part_out, part_lse)
         return self._merge(part_out, part_lse, shape)
 
-    def _query_macros(self, query: Query, grouped: bool) -> tuple[tuple[str, str], ...]:
+    def _query_macros(self, query: Query, way: Way, grouped: bool) -> tuple[tuple[str, str], ...]:
         prefix = query.prefix
         return (
             _side_macro("key", prefix.keys),
@@ -264,6 +265,7 @@ class DeviceKernels(Kernels):
             ("SUFFIX", str(int(query.suffix is not None))),
             ("TOKENS", str(query.tokens)),
             ("GROUPED", str(int(grouped))),
+            ("WHOLE", str(int(way.whole))),
         )
 
     def _query_inputs(self, query: Query) -> Inputs:

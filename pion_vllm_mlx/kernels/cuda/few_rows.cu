@@ -3,8 +3,8 @@
 // use a key while it is in registers, and the values of a key are on their way before its score.
 //
 // Grid: (tiles, splits) blocks of SIMDGROUPS warps. Which rows a tile has: GROUPED, see EvenRows;
-// else tiles i32 [tiles, 1 + R], a KV head and the query rows that read it, -1 for none. Where the
-// only split is one of the prefix, it visits the suffix too. TOKENS 1: lists i32 [H_q, K], how many
+// else tiles i32 [tiles, 1 + R], a KV head and the query rows that read it, -1 for none. WHOLE: there
+// is one split, which visits the suffix too. TOKENS 1: lists i32 [H_q, K], how many
 // tokens, then their numbers. TOKENS 2: blocks i32 [blocks]. TOKENS 3: scores f32 [blocks], of
 // which every block of threads chooses the best for itself.
 // Out: part_out f32 [rows, splits, D] and part_lse f32 [rows, splits], natural log.
@@ -233,8 +233,6 @@ const TableRows own{tiles + Row(blockIdx.x) * (R + 1)};
 #endif
 const int head = own.head();
 
-Rows<R, COUNT> rows;
-start_rows<R, COUNT, LANES, WIDTH, D>(rows, queries, own, params, lane % LANES);
 
 #if PAGED
 const Paged layout{table, params[kNumHeads], head, params[kStride]};
@@ -263,24 +261,39 @@ const int visible = params[kTokens] - params[kStart];
 const Run tokens{params[kStart]};
 #endif
 
-if (split < params[kPrefixSplits]) {
+// WHOLE: one part, the suffix behind the prefix. Else a part is of either, each with a way of its
+// own to the end: rows that live through both take 32 registers more, and a third of the speed.
+Rows<R, COUNT> rows;
+if (WHOLE || split < params[kPrefixSplits]) {
+  start_rows<R, COUNT, LANES, WIDTH, D>(rows, queries, own, params, lane % LANES);
   const int begin = split * chunk;
   const int end = ::min(begin + chunk, visible);
   visit<R, COUNT, LANES, WIDTH, UNROLL, false>(rows, KEYS, VALUES, tokens, layout,
                                                begin + warp * step, end, SIMDGROUPS * step, lane);
+#if !WHOLE
+  gather_slots<R, COUNT, LANES, WIDTH, D>(rows, group_acc, group_top, group_sum, warp, lane);
+#endif
 }
 #if SUFFIX
-const bool alone = params[kSplits] == params[kPrefixSplits];
-const int behind = alone ? 0 : split - params[kPrefixSplits];
-if (behind >= 0) {
-  const int begin = behind * chunk;
+#if !WHOLE
+else {
+  start_rows<R, COUNT, LANES, WIDTH, D>(rows, queries, own, params, lane % LANES);
+#else
+{
+#endif
+  const int begin = WHOLE ? 0 : (split - params[kPrefixSplits]) * chunk;
   const int end = ::min(begin + chunk, params[kSuffix]);
   visit<R, COUNT, LANES, WIDTH, 1, true>(rows, plain<D>(suffix_keys), plain<D>(suffix_values),
                                          Run{0}, Contiguous{Row(head) * params[kSuffix]},
                                          begin + warp * SLOTS, end, SIMDGROUPS * SLOTS, lane);
+#if !WHOLE
+  gather_slots<R, COUNT, LANES, WIDTH, D>(rows, group_acc, group_top, group_sum, warp, lane);
+#endif
 }
 #endif
+#if WHOLE
 gather_slots<R, COUNT, LANES, WIDTH, D>(rows, group_acc, group_top, group_sum, warp, lane);
+#endif
 __syncthreads();
 
 for (int i = int(threadIdx.x); i < R * D; i += SIMDGROUPS * 32) {
