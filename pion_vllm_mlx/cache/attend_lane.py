@@ -71,7 +71,8 @@ class BinaryLane:
                 return None
             self._frames.timeout = max(_WORK_SECONDS, self._client.seconds(num_bytes))
             if silence is not None:
-                self._frames.silence_seconds, self._frames.on_silence = silence.seconds, silence.ask
+                self._frames.silence_seconds = silence.seconds
+                self._frames.on_silence = silence.ask
             try:
                 status, reply = self._frames.exchange(opcode, body)
             except DeadlineExceeded as error:

@@ -239,6 +239,10 @@ class Context:
         keyspace = self.server.keyspace
         return View(keyspace.data if self.overlay is None else self.overlay, keyspace.now)
 
+    def connected(self) -> bool:
+        """Whether the client is still there; any thread."""
+        return self.client.client_id in self.server.clients
+
     def charge(self, nbytes: int) -> None:
         """Raise OutOfMemory where so many bytes more do not fit the tenant's quota."""
         if self.server.shares is not None:

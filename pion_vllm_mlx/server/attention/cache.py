@@ -111,10 +111,15 @@ class AttentionCache:
         """Make a layer WARM; ``source``: the namespace whose rows it was made from."""
         self.slots.put(key, Slot(resident, source), rehydrates=bool(source))
 
-    def query(self, key: Key, request: Request) -> Awaitable[Arrays]:
-        """Begin a query; the arrays of its reply. Raises ColdMiss, NotStored, CommandError."""
+    def query(
+        self, key: Key, request: Request, wanted: Callable[[], bool] = lambda: True
+    ) -> Awaitable[Arrays]:
+        """Begin a query; the arrays of its reply. Raises ColdMiss, NotStored, CommandError.
+
+        Where ``wanted``, asked from another thread, says no, it is not computed.
+        """
         slot = self.slots.find(key)
-        return self._answered(key, slot, self.engine.begin(request.bound(slot.held)))
+        return self._answered(key, slot, self.engine.begin(request.bound(slot.held), wanted))
 
     async def _answered(self, key: Key, slot: Slot[Resident], pending: Awaitable[Arrays]) -> Arrays:
         found = await pending

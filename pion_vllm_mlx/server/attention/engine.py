@@ -63,6 +63,11 @@ class _Job:
 
     work: Work[Any]
     done: asyncio.Future[Any]
+    wanted: Callable[[], bool]
+
+    @property
+    def waited_for(self) -> bool:
+        return not self.done.done() and self.wanted()
 
 
 class Engine:
@@ -75,8 +80,14 @@ class Engine:
         self.queries = 0
         self.shared_passes = 0
 
-    def begin(self, work: Work[ResultT]) -> asyncio.Future[ResultT]:
-        """Have ``work`` computed; its result, or what it raises."""
+    def begin(
+        self, work: Work[ResultT], wanted: Callable[[], bool] = lambda: True
+    ) -> asyncio.Future[ResultT]:
+        """Have ``work`` computed; its result, or what it raises.
+
+        ``wanted`` is asked from the thread when its turn comes: where nobody waits any more
+        it is not computed, and a CommandError.
+        """
         loop = asyncio.get_running_loop()
         if self._thread is None:
             self._thread = threading.Thread(
@@ -84,7 +95,7 @@ class Engine:
             )
             self._thread.start()
         done: asyncio.Future[ResultT] = loop.create_future()
-        self._queue.put(_Job(work, done))
+        self._queue.put(_Job(work, done, wanted))
         return done
 
     async def call(self, function: Callable[[], T]) -> T:
@@ -104,23 +115,25 @@ class Engine:
                 if job is None:
                     return
                 waiting.append(job)
-            # who left, or gave up, waits for nothing
-            waiting = deque(job for job in waiting if not job.done.done())
-            if not waiting:
-                continue
-            jobs = _next_group(waiting)
+            abandoned = _take_abandoned(waiting)
+            jobs = _next_group(waiting) if waiting else []
             # what clients send may be no number: that is theirs, and nothing to warn of
             with np.errstate(all="ignore"):
-                outcomes = _outcomes([job.work for job in jobs])
+                outcomes = _outcomes([job.work for job in jobs]) if jobs else []
             try:
-                loop.call_soon_threadsafe(self._settle, jobs, outcomes)
+                loop.call_soon_threadsafe(self._settle, jobs, outcomes, abandoned)
             except RuntimeError:
                 # the loop is closed, and nobody waits
                 return
-            del jobs, outcomes
+            del jobs, outcomes, abandoned
 
-    def _settle(self, jobs: Sequence[_Job], outcomes: Sequence[Any]) -> None:
+    def _settle(
+        self, jobs: Sequence[_Job], outcomes: Sequence[Any], abandoned: Sequence[_Job]
+    ) -> None:
         """Hand over results, on the event loop."""
+        for job in abandoned:
+            if not job.done.done():
+                job.done.set_exception(CommandError("nobody waits for this any more"))
         self.queries += sum(job.work.rows > 0 for job in jobs)
         self.shared_passes += len(jobs) > 1
         for job, outcome in zip(jobs, outcomes, strict=True):
@@ -130,6 +143,18 @@ class Engine:
                 job.done.set_exception(outcome)
             else:
                 job.done.set_result(outcome)
+
+
+def _take_abandoned(waiting: deque[_Job]) -> list[_Job]:
+    """Take the jobs whose client has left, or gave up."""
+    sorted_out: tuple[list[_Job], list[_Job]] = ([], [])
+    for job in waiting:
+        sorted_out[job.waited_for].append(job)
+    abandoned, kept = sorted_out
+    if abandoned:
+        waiting.clear()
+        waiting.extend(kept)
+    return abandoned
 
 
 def _next_group(waiting: deque[_Job]) -> list[_Job]:

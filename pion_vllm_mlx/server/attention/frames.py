@@ -43,7 +43,7 @@ def query_fused(context: Context, body: BodyReader) -> Awaitable[list[Piece]]:
     asked = int.from_bytes(window, "little") if window else -1
     sizes = Sizes(WHERE, heads, kv_heads, dim, attention.window(asked))
     request = Dense(sizes, sizes.queries(q), sizes.head_map(head_map), sizes.suffix(suffix, k, v))
-    return _pieces(attention.query(key, request))
+    return _pieces(attention.query(key, request, context.connected))
 
 
 async def _pieces(pending: Awaitable[Arrays]) -> list[Piece]:

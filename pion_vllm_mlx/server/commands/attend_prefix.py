@@ -63,7 +63,7 @@ def blobs(args: list[Arg]) -> list[Blob]:
 
 def answer(context: Context, key: Key, request: Request) -> Awaitable[Reply]:
     """Begin a query; its reply. Raises CommandError, ColdMiss, NotStored."""
-    return _bulk(context.server.attention.query(key, request))
+    return _bulk(context.server.attention.query(key, request, context.connected))
 
 
 async def _bulk(pending: Awaitable[Arrays]) -> Reply:

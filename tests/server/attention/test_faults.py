@@ -16,8 +16,16 @@ import pytest
 
 from tests.conftest import RunningServer, free_port_block
 from tests.server.attention import oracle
-from tests.server.attention.asking import Asking, Floats, connected, flagged, floats, normal
-from tests.server.memory.lane import OK, PING, Lane
+from tests.server.attention.asking import (
+    Asking,
+    Floats,
+    connected,
+    flagged,
+    floats,
+    fused_body,
+    normal,
+)
+from tests.server.memory.lane import OK, PING, QUERY_FUSED, Lane, frame
 from tests.server.wire import Refusal, Wire, refuse, request
 
 HEADS, DIM = 2, 64
@@ -304,3 +312,26 @@ def test_past_maxmemory_stores_and_warms_are_refused_and_queries_are_not(
             assert asking.framed(q, (NONE, NONE), MAP)[0] == OK
         finally:
             asking.wire.ok("CONFIG", "SET", "maxmemory", 0)
+
+
+@pytest.mark.parametrize("lane", ["binary", "resp"])
+def test_queries_of_clients_that_left_are_not_computed(tmp_path: Path, lane: str) -> None:
+    heads, tokens, dim, rows = 4, 4096, 64, 600
+    keys = normal(1, heads, tokens, dim)
+    with flagged(tmp_path / "data") as server, connected(server, "busy") as asking:
+        asking.store(keys, keys)
+        q = normal(2, heads, rows, dim)
+        nothing = normal(3, heads, 0, dim)
+        before = asking.info()["sdpa_queries"]
+        for _ in range(12):
+            with connected(server, "busy") as leaving:
+                if lane == "resp":
+                    words = ("ATTEND.PREFIX.QUERY", "busy", leaving.layer, heads, dim, 1)
+                    leaving.wire.send(request(*words, q.tobytes()))
+                else:
+                    body = fused_body(
+                        "busy", leaving.layer, q, (nothing, nothing), bytes(range(heads))
+                    )
+                    leaving.lane.sock.sendall(frame(QUERY_FUSED, body))
+        asking.query(q[:, :1])
+        assert asking.info()["sdpa_queries"] - before < 12  # of 13: the first ones had begun
