@@ -60,6 +60,15 @@ GIGABYTE = 10**9
 MAX_SOCKET_PATH_BYTES = 103
 
 
+def as_utf8(text: str, what: str) -> str:
+    """A word of the command line or the environment, if it can be sent. Raises ValueError."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{what} must be UTF-8 text") from None
+    return text
+
+
 def _switched_on(environ: Mapping[str, str], name: str) -> bool:
     """Whether a switch is set to anything but nothing or ``0``."""
     return environ.get(name, "") not in ("", "0")
@@ -108,11 +117,17 @@ class ServerEnvironment:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> ServerEnvironment:
-        """Read the settings; empty values count as unset."""
+        """Read the settings; empty values count as unset. Raises ConfigError."""
         env = os.environ if environ is None else environ
         export_dir = env.get("PION_EXPORT_DIR")
+        password = env.get("PION_REQUIREPASS") or None
+        if password is not None:
+            try:
+                as_utf8(password, "PION_REQUIREPASS")
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
         return cls(
-            password=env.get("PION_REQUIREPASS") or None,
+            password=password,
             export_dir=Path(export_dir) if export_dir else None,
         )
 

@@ -7,6 +7,7 @@ the log.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,8 @@ from pion_vllm_mlx.cache.kv_client import or_else
 from pion_vllm_mlx.cache.resp_client import RespClient, info_fields
 from pion_vllm_mlx.errors import StoreUnavailable
 from pion_vllm_mlx.wire.resp import Part
+
+log = logging.getLogger(__name__)
 
 Floats = NDArray[np.float32]
 
@@ -110,6 +113,11 @@ class PionAttentionClient:
         m is k, or the number of rows that there are.
         """
         stacked = np.ascontiguousarray(queries, "<f4")
+        if len(stacked) != len(layer_ids):
+            log.warning(
+                "ATTEND.QUERY: %d layers need as many queries, not %d", len(layer_ids), len(stacked)
+            )
+            return None
         commands: list[list[Part]] = [
             ["ATTEND.QUERY", session_id, layer, k, query, "WITHDIST"]
             for layer, query in zip(layer_ids, stacked, strict=True)

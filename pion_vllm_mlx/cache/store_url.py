@@ -35,7 +35,10 @@ class Place:
 
 def parse_url(url: str) -> Place:
     """The place that ``url`` names; raises ConfigError, a ValueError, for another URL."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ConfigError(f"{url!r}: {error}") from None
     path = unquote(parts.path)
     if parts.password is not None:
         raise ConfigError("no password belongs in a URL: use password= or PION_REQUIREPASS")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pion_vllm_mlx.config import AFFINITY_OFFSET, EmbeddedDefaults, ServerEnvironment
+from pion_vllm_mlx.config import AFFINITY_OFFSET, EmbeddedDefaults, ServerEnvironment, as_utf8
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.server.attention.cache import AttentionSettings
 from pion_vllm_mlx.server.attention.placement import HOST
@@ -90,7 +90,10 @@ def _attention(fields: dict[str, Any]) -> AttentionSettings:
 
 
 def _password_file(text: str) -> str:
-    content = Path(text).read_text().removesuffix("\n")
+    try:
+        content = Path(text).read_text(encoding="utf-8").removesuffix("\n")
+    except UnicodeDecodeError:
+        raise ValueError(f"password file {text} is not UTF-8 text") from None
     if not content:
         raise ValueError(f"password file {text} is empty")
     return content
@@ -118,7 +121,7 @@ def _text(text: str) -> str:
 def _password(text: str) -> str:
     if not text:
         raise ValueError("an empty password would leave the server open")
-    return text
+    return as_utf8(text, "a password")
 
 
 _FLAGS: dict[str, Flag] = {
@@ -271,6 +274,8 @@ def usage() -> str:
 
 
 def _refusal(name: str) -> str:
+    if name in _FLAGS:
+        return f"{name} takes no value"
     if name.startswith("--cluster"):
         return f"{name}: clusters are not supported; run one server per host"
     close = difflib.get_close_matches(name, list(_FLAGS), n=1)

@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from pion_vllm_mlx.config import ADMIN_NAME
+from pion_vllm_mlx.config import ADMIN_NAME, as_utf8
 from pion_vllm_mlx.errors import CommandError, ConfigError, PermissionRefused
 from pion_vllm_mlx.server.command import Command
 from pion_vllm_mlx.server.inbound import MemoryInbound
@@ -36,7 +36,7 @@ def parse_tenant(text: str) -> Tenant:
     name, equals, password = text.partition("=")
     if not equals or not password:
         raise ValueError("invalid --tenant argument: it must be NAME=PASSWORD")
-    return Tenant(_checked(name).encode(), password)
+    return Tenant(_checked(name).encode(), as_utf8(password, "a password"))
 
 
 def _checked(name: str) -> str:

@@ -41,6 +41,8 @@ from pion_vllm_mlx.tools.store_access import add_url, size_text, store
 SUFFIX = ".safetensors"
 RECORD_KEY, NAMESPACE_KEY, WRITER_KEY = "pion_completion", "pion_namespace", "pion_mlx_lm"
 
+#: what safetensors itself allows
+_MOST_HEADER_BYTES = 100_000_000
 _NOT_A_FILE_OF_OURS = (
     OSError, RuntimeError, ValueError, LookupError, TypeError, AttributeError
 )  # fmt: skip
@@ -157,6 +159,18 @@ def _read(path: Path) -> tuple[list[Any], Any]:
     return list(cache), metadata
 
 
+def _writer(path: Path) -> str:
+    """The version of mlx-lm that wrote a file of ours; empty where it does not say."""
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            metadata = json.loads(file.read(min(length, _MOST_HEADER_BYTES)))["__metadata__"]
+        # mlx-lm puts a number before the names
+        return str(next(metadata[name] for name in metadata if name.endswith(WRITER_KEY)))
+    except (OSError, ValueError, LookupError, TypeError, StopIteration):
+        return ""
+
+
 def read_file(path: Path) -> tuple[str, CompletionRecord, StoredCache]:
     """Namespace, record and cache of a file that ``write_file`` wrote.
 
@@ -169,9 +183,13 @@ def read_file(path: Path) -> tuple[str, CompletionRecord, StoredCache]:
         missing = cut_short(path) if path.is_file() else ""
         if missing:
             raise DamagedData(f"{path}: {missing}; copy it whole, or export it again") from error
-        raise DamagedData(
-            f"{path} is no prompt cache that mlx-lm {version('mlx-lm')} reads: {error}"
-        ) from error
+        writer, here = _writer(path), version("mlx-lm")
+        if writer not in ("", here):
+            raise UnsupportedCache(
+                f"{path} was written by mlx-lm {writer}, whose files mlx-lm {here}, which is "
+                f"installed here, does not read: import it where {writer} is installed"
+            ) from error
+        raise DamagedData(f"{path} is no prompt cache that mlx-lm {here} reads: {error}") from error
     text = metadata.get(RECORD_KEY) if isinstance(metadata, dict) else None
     if not isinstance(text, str):
         raise ConfigError(

@@ -11,7 +11,14 @@ from collections.abc import Mapping, Sequence
 
 from pion_vllm_mlx.cache.connection import RespConnection, info_fields
 from pion_vllm_mlx.errors import StoreUnavailable
-from pion_vllm_mlx.tools.store_access import Access, add_url, duration_text, size_text, store
+from pion_vllm_mlx.tools.store_access import (
+    Access,
+    add_url,
+    duration_text,
+    seconds,
+    size_text,
+    store,
+)
 
 Numbers = Mapping[str, str]
 ALONE = "stats_of_one_worker_because"
@@ -47,15 +54,21 @@ def _parser() -> argparse.ArgumentParser:
     add_url(parser)
     parser.add_argument(
         "--watch",
-        type=float,
+        type=seconds,
         nargs="?",
         const=2.0,
         metavar="SECONDS",
         help="print again every so many seconds (2), with rates",
     )
-    parser.add_argument("--count", type=int, metavar="N", help="stop after N reports")
+    parser.add_argument("--count", type=_count, metavar="N", help="stop after N reports")
     parser.add_argument("--json", action="store_true", help="the numbers as one JSON object a line")
     return parser
+
+
+def _count(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of reports, 1 or more")
+    return int(text)
 
 
 def read(access: Access) -> Numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,23 @@ from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, Place, parse_url
 from pion_vllm_mlx.errors import ConfigError, PionError, StoreUnavailable
 
 DEFAULT_URL = f"tcp://{config.DEFAULT_HOST}:{config.DEFAULT_PORT}"
+
+
+#: no command waits longer, and no clock takes much more.
+_MOST_SECONDS = 86_400.0
+
+
+def seconds(text: str) -> float:
+    """A time span of an option. Raises ArgumentTypeError, which argparse shows."""
+    try:
+        count = float(text)
+    except ValueError:
+        count = math.nan
+    if not 0 < count <= _MOST_SECONDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of seconds above 0, up to {_MOST_SECONDS:.0f}"
+        )
+    return count
 
 
 @dataclass(frozen=True)
@@ -47,7 +65,7 @@ def add_url(
     )
     parser.add_argument(
         "--deadline",
-        type=float,
+        type=seconds,
         default=deadline_seconds,
         metavar="SECONDS",
         help="how long a reply may take",

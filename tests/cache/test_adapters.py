@@ -276,6 +276,19 @@ def test_layers_come_back_byte_for_byte(server: RunningServer, mode: str) -> Non
         assert client.fetch_layer("t", 3) is None
 
 
+def test_a_layer_that_no_frame_can_name_is_not_stored(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with PionLayerClient(port=server.port, mode="binary") as client:
+        for session, layer in (("s", 70_000), ("s", -1), ("s" * 70_000, 1)):
+            assert client.store_layer(session, layer, b"x") is False
+            assert client.fetch_layers_batch(session, [layer]) == [None]
+        assert client.store_layer("s", 65_535, b"x") is True
+        assert client.fetch_layer("s", 65_535) == b"x"
+    assert "a layer is a number of 0 to 65535, not 70000" in caplog.text
+    assert "a session id has up to 65535 bytes, not 70000" in caplog.text
+
+
 def test_layers_of_an_absent_server_are_not_there() -> None:
     for mode in ("resp", "binary"):
         client = PionLayerClient(port=free_port_block(), mode=mode, timeout=1.0)
@@ -307,6 +320,8 @@ def test_the_attention_client_finds_rows_by_their_keys(server: RunningServer) ->
             np.testing.assert_array_equal(rows[0], vals[number])
             np.testing.assert_allclose(distances, exact[:2], atol=1e-5)
         assert client.query_topk("none", 0, keys[0]) is None
+        assert client.query_with_distances("a1", [0, 0], keys[:1], 2, 4) is None
+        assert client.query_with_distances("a1", [0], keys[:2], 2, 4) is None
         assert "sessions" in client.info()
 
 

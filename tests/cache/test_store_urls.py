@@ -46,6 +46,12 @@ def test_a_url_names_one_place(url: str, place: Place) -> None:
     assert parse_url(url) == place
 
 
+@pytest.mark.parametrize("url", ["tcp://[::1", "tls://[x", "unix://]/a", "tcp://[v1.x]:1:2"])
+def test_brackets_that_do_not_fit_are_refused(url: str) -> None:
+    with pytest.raises(ConfigError):
+        parse_url(url)
+
+
 @pytest.mark.parametrize("url", ["tcp://:secret@host:1", "tls://a:secret@h:1"])
 def test_a_password_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(ConfigError, match="PION_REQUIREPASS") as refused:

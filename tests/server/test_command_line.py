@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from pion_vllm_mlx.config import ServerEnvironment
+from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.server.main import main
+from pion_vllm_mlx.server.options import parse
 from tests.conftest import RunningServer, free_port_block
 from tests.server.wire import Refusal, Wire, refuse, request
 
@@ -79,7 +82,7 @@ def run(*flags: str, cwd: Path | None = None) -> tuple[int, str]:
         (["--requirepass", ""], ["empty"]),
         (["--requirepass="], ["empty"]),
         (["--requirepass-file", "/no/such/file"], ["--requirepass-file"]),
-        (["--kvcache=yes"], ["--kvcache"]),
+        (["--kvcache=yes"], ["--kvcache takes no value"]),
         (["--profile", "fast"], ["--profile"]),
         (["stray"], ["stray"]),
     ],
@@ -101,6 +104,22 @@ def test_a_wrong_command_line_ends_the_process(tmp_path: Path) -> None:
     assert code == 1 and "FATAL" in output and "did you mean --kvcache" in output
     code, output = run("-p", "0", "--unixsocket", "x" * 120, cwd=tmp_path)
     assert code == 1 and "FATAL" in output and "longer than" in output
+
+
+def test_a_password_that_no_client_can_send_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pw").write_bytes(b"\xff\xfe\n")
+    assert main(["-p", "0", "--requirepass-file", str(tmp_path / "pw")]) == 1
+    assert "is not UTF-8 text" in capsys.readouterr().err
+    monkeypatch.setenv("PION_REQUIREPASS", "\udcff")
+    assert main(["-p", "0", "--dir", str(tmp_path / "data")]) == 1
+    assert "PION_REQUIREPASS must be UTF-8 text" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="PION_REQUIREPASS"):
+        ServerEnvironment.from_environment()
+    for words in (["--requirepass", "\udcff"], ["--requirepass", "x", "--tenant", "a=\udcff"]):
+        with pytest.raises(ConfigError, match="must be UTF-8 text"):
+            parse(words, ServerEnvironment())
 
 
 def test_an_empty_password_file_is_refused(

@@ -335,7 +335,7 @@ def test_command_docs_mark_extensions_and_say_since_when(wire: Wire) -> None:
     wire.ask("HELLO", 3)
     docs = wire.ask("COMMAND", "DOCS")
     assert {b"summary", b"since", b"group"} <= set(docs[b"ping"])
-    assert docs[b"kv.prefix.map"][b"doc_flags"] == [b"extension"]
+    assert docs[b"kv.prefix.map"][b"doc_flags"] == ["extension"]
     assert b"doc_flags" not in docs[b"kv.prefix.lookup"]
     assert set(wire.ask("COMMAND", "DOCS", "ping")) == {b"ping"}
     (known, unknown) = wire.ask("COMMAND", "INFO", "v.fetch", "no.such")

@@ -190,3 +190,29 @@ def test_a_lossy_format_comes_back_as_it_was_or_is_refused(
     if not alone:
         again, stats = filled(server, model, ns, **settings)
         assert stats["hits"] == 1 and same(again, load_prompt_cache(str(file)), model)
+
+
+def test_a_file_of_another_mlx_lm_that_is_not_read_names_both_versions(
+    server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, file = tiny_model("llama"), tmp_path / "a.safetensors"
+    filled(server, model, "elsewhere")
+    assert cli.main(["export", "elsewhere", str(file), "--url", url(server)]) == 0
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    metadata = header["__metadata__"]
+    (name,) = (name for name in metadata if name.endswith("pion_mlx_lm"))
+    here = metadata[name]
+    # what a version writes that names its caches in another way
+    kinds = next(name for name, text in metadata.items() if text.endswith("KVCache"))
+    for writer in ("0.99.1", here):
+        metadata[name], metadata[kinds] = writer, "CacheOfAnotherVersion"
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+        assert cli.main(["import", str(file), "--url", url(server)]) == 1
+        err = capsys.readouterr().err
+        if writer == here:
+            assert f"is no prompt cache that mlx-lm {here} reads" in err
+        else:
+            assert f"was written by mlx-lm 0.99.1, whose files mlx-lm {here}" in err

@@ -232,3 +232,20 @@ def test_sizes_read_well(count: float, text: str) -> None:
 )
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *(["--watch", text] for text in ("-1", "nan", "inf", "0", "1e300", "x")),
+        *(["--watch", "1", "--count", text] for text in ("0", "-1", "x", "1.5")),
+        *(["--deadline", text] for text in ("nan", "inf", "-1", "0", "1e300")),
+    ],
+)
+def test_a_number_that_means_nothing_is_wrong_usage(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["stats", "--url", "tcp://127.0.0.1:1", *words])
+    assert ended.value.code == 2
+    assert f"{words[-1]!r} is no number of" in capsys.readouterr().err
