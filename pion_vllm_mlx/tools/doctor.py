@@ -2,8 +2,8 @@
 
 Nothing in the folder is changed, and no server may run on it meanwhile. The repair that
 ``pion-server --repair`` and the embedded server do at a start is run, on copies of the
-small files and links to the large ones in a temporary folder; then every row and state
-is read and compared with its checksum.
+small files and links to the large ones in a temporary folder; a portable copy that waits for
+a start is unpacked there. Then every row and state is read and compared with its checksum.
 """
 
 from __future__ import annotations
@@ -23,14 +23,8 @@ from pathlib import Path
 from pion_vllm_mlx import config
 from pion_vllm_mlx.errors import ConfigError, DamagedData, DataFolderBusy, PionError
 from pion_vllm_mlx.server.keyspace import recovery as keyspace_recovery
-from pion_vllm_mlx.server.store import rows, snapshot
-from pion_vllm_mlx.server.store.files import (
-    FileHandle,
-    NotRegular,
-    OpenFiles,
-    is_foreign,
-    pread_exactly,
-)
+from pion_vllm_mlx.server.store import framing, rows, snapshot
+from pion_vllm_mlx.server.store.files import FileHandle, NotRegular, OpenFiles, is_foreign
 from pion_vllm_mlx.server.store.recovery import Paths, Recovered, Recovery
 from pion_vllm_mlx.tools.doctor_prefixes import PrefixLine, prefixes
 from pion_vllm_mlx.tools.store_access import size_text
@@ -45,6 +39,7 @@ class Report:
     ``workers``: whose files are there.
     """
 
+    folder: Path
     workers: list[int] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
     prefixes: list[PrefixLine] = field(default_factory=list)
@@ -95,7 +90,7 @@ def not_in_use(folder: Path) -> Iterator[None]:
 
 def check(folder: Path, *, quick: bool) -> Report:
     """Look at every worker's files. Raises OSError for what cannot be read."""
-    report = Report(_workers(folder))
+    report = Report(folder, _workers(folder))
     for worker in report.workers:
         with tempfile.TemporaryDirectory(prefix="pion-doctor-") as name:
             _check_worker(folder, worker, Path(name), report, quick)
@@ -123,9 +118,10 @@ def _check_worker(folder: Path, worker: int, shadow: Path, report: Report, quick
     if segments:
         size = sum(path.stat().st_blocks * 512 for path in segments)
         report.facts.append(f"{paths.segments.name}: {len(segments)} files, {size_text(size)}")
-    if _is_portable(paths.vstore, report):
-        return
-    _copy(paths, keys, shadow)
+    portable = _is_portable(paths.vstore)
+    _copy(paths, keys, shadow, portable)
+    if portable:
+        _unpack(paths.vstore, Paths(shadow, worker), report)
     for recover in (_recover_store, _recover_keys):
         try:
             recover(shadow, worker, report, quick)
@@ -133,23 +129,31 @@ def _check_worker(folder: Path, worker: int, shadow: Path, report: Report, quick
             report.damage.append(str(error))
 
 
-def _is_portable(path: Path, report: Report) -> bool:
-    """Whether a portable copy waits in the manifest's place; its table is checked."""
-    if is_foreign(path) or not path.exists():
-        return False
-    file = FileHandle(path, os.O_RDONLY)
-    if file.size() < len(snapshot.PORTABLE):
-        return False
-    end = file.size() - len(snapshot.PORTABLE)
-    if pread_exactly(file.fd, len(snapshot.PORTABLE), end) != snapshot.PORTABLE:
-        return False
+def _is_portable(path: Path) -> bool:
+    """Whether a portable copy waits in the manifest's place."""
+    return path.exists() and not is_foreign(path) and snapshot.is_portable(path)
+
+
+def _unpack(path: Path, shadow: Paths, report: Report) -> None:
+    """A portable copy as the next start has it. Raises ConfigError where there is no room."""
     report.notes.append(f"{path.name} is a portable copy: the next start unpacks it")
-    return True
+    try:
+        snapshot.unpack_portable(shadow.vstore, shadow.segments, path)
+    except PionError as error:
+        report.damage.append(str(error))
+        report.repairs.append(f"{path.name} is set aside")
+    except OSError as error:
+        raise ConfigError(
+            f"{path.name} cannot be unpacked in {shadow.folder.parent}: {error.strerror}; TMPDIR "
+            "names another folder"
+        ) from error
 
 
-def _copy(paths: Paths, keys: keyspace_recovery.Paths, shadow: Path) -> None:
+def _copy(paths: Paths, keys: keyspace_recovery.Paths, shadow: Path, portable: bool) -> None:
     """The small files as copies, segments as links: what a repair does to them stays there."""
     for path in (*paths.all_files(), keys.snapshot, keys.wal):
+        if portable and path == paths.vstore:
+            continue
         if path.exists() and not is_foreign(path):
             shutil.copyfile(path, shadow / path.name)
     folder = shadow / paths.segments.name
@@ -164,7 +168,8 @@ class _ReadOnly(OpenFiles):
 
     def get(self, path: Path) -> FileHandle:
         try:
-            return FileHandle(path.readlink(), os.O_RDONLY)
+            # what was unpacked is no link
+            return FileHandle(path.readlink() if path.is_symlink() else path, os.O_RDONLY)
         except (FileNotFoundError, NotRegular):
             return FileHandle.missing(path)
 
@@ -210,6 +215,13 @@ def _sort(note: str, report: Report) -> None:
         report.repairs.append(f"{note.partition(':')[0]} is dropped")
     elif note.endswith("records were skipped"):
         report.damage.append(note)
+    elif "torn end" in note and _last_is_whole(report.folder / note.partition(":")[0], note):
+        name = note.partition(":")[0]
+        report.damage.append(
+            f"{name}: the last record has its length and a wrong checksum: it was changed, or the "
+            "power failed before it was on stable storage"
+        )
+        report.repairs.append(f"the last record of {name} is cut off, also without --repair")
     elif "torn end" in note:
         report.notes.append(note.replace("cut off", "that nobody was told is stored"))
         report.repairs.append(f"the torn end of {note.partition(':')[0]} is cut off")
@@ -218,6 +230,13 @@ def _sort(note: str, report: Report) -> None:
         report.repairs.append("segment files that nothing names are deleted")
     else:
         report.notes.append(note)
+
+
+def _last_is_whole(path: Path, note: str) -> bool:
+    """Whether what is cut off a log is as long as a record; a killed server leaves part of one."""
+    torn = re.search(r"torn end of (\d+) bytes", note)
+    content = FileHandle(path, os.O_RDONLY).mapped()
+    return torn is not None and framing.is_whole(content[len(content) - int(torn[1]) :])
 
 
 def _read_everything(found: Recovered, report: Report) -> None:

@@ -157,6 +157,54 @@ def test_a_completion_record_whose_file_was_flipped_is_damage_and_is_dropped(
     assert examine(folder) == 0
 
 
+@pytest.fixture
+def portable(folder: Path, tmp_path: Path) -> Path:
+    """A folder with nothing but a portable copy in the manifest's place."""
+    with Driver(folder) as driver:
+        driver.ask("KV.PREFIX.SAVE", "copy")
+    where = tmp_path / "restored"
+    where.mkdir()
+    (folder / "copy").rename(where / "pion.vstore.0")
+    return where
+
+
+def test_a_portable_copy_is_checked_as_it_will_be_unpacked(
+    portable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert examine(portable) == 0
+    out = capsys.readouterr().out
+    assert "is a portable copy: the next start unpacks it" in out
+    assert "saved: " in out and "logged: " in out
+
+
+def test_damage_in_any_part_of_a_portable_copy_is_found(
+    portable: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = portable / "pion.vstore.0"
+    content = path.read_bytes()
+    rows = noise(("saved_pk", 1, 0, 600), 600 * 128)
+    places = {"manifest": 60, "rows": content.index(rows[:64]), "table": len(content) - 40}
+    for part, at in places.items():
+        flip(path, at)
+        assert examine(portable) == 1, part
+        assert capsys.readouterr().out.endswith("damaged\n")
+        path.write_bytes(content)
+    path.write_bytes(content[:-30])
+    assert examine(portable) == 1
+    assert "cut short" in capsys.readouterr().out
+
+
+def test_a_last_record_that_was_changed_is_not_called_torn(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wal = folder / "pion.vstore.wal.0"
+    flip(wal, wal.stat().st_size - 1)
+    assert examine(folder) == 1
+    out = capsys.readouterr().out
+    assert "has its length and a wrong checksum" in out and "torn end" not in out
+    assert "the last record of pion.vstore.wal.0 is cut off" in out
+
+
 def test_a_torn_end_is_no_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wal = folder / "pion.vstore.wal.0"
     wal.write_bytes(wal.read_bytes()[:-3])

@@ -117,6 +117,11 @@ def _frame_at(data: memoryview, offset: int) -> Frame | None:
     return Frame(lsn, op, data[offset + FRAME_BYTES : end], offset + FRAME_BYTES)
 
 
+def is_whole(data: memoryview) -> bool:
+    """Whether bytes are as long as the record they begin with says, whatever else is in it."""
+    return len(data) >= FRAME_BYTES and _FRAME.unpack_from(data)[1] == len(data) - FRAME_BYTES
+
+
 def _later_frame(data: memoryview, offset: int, lsn: int) -> Frame | None:
     """A valid record behind ``offset`` whose LSN is one of those that should follow ``lsn``."""
     rest = bytes(data[offset:])

@@ -285,21 +285,27 @@ def may_replace(path: Path) -> bool:
     Raises OSError for what cannot be read.
     """
     try:
-        file = FileHandle(path, os.O_RDONLY)
+        return is_portable(path)
     except FileNotFoundError:
         return True
     except NotRegular:
         return False
+
+
+def is_portable(path: Path) -> bool:
+    """Whether a file ends as portable copies do; nothing else of it is checked. Raises OSError."""
+    file = FileHandle(path, os.O_RDONLY)
     at = file.size() - len(PORTABLE)
     return at >= 0 and pread_exactly(file.fd, len(PORTABLE), at) == PORTABLE
 
 
-def unpack_portable(path: Path, folder: Path) -> bool:
+def unpack_portable(path: Path, folder: Path, source: Path | None = None) -> bool:
     """Turn a portable file in the manifest's place into manifest, states and segments.
 
-    True when ``path`` was one; it is replaced last. Raises OSError, DamagedData, NewerFormat.
+    True when ``source``, which is ``path`` by default, was one; ``path`` is replaced last.
+    Raises OSError, DamagedData, NewerFormat.
     """
-    file = FileHandle(path, os.O_RDONLY)
+    file = FileHandle(source or path, os.O_RDONLY)
     entries = _table(file, path.name)
     if entries is None:
         return False
