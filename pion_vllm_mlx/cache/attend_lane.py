@@ -64,7 +64,8 @@ class BinaryLane:
         """The body of the reply; None after a failure of the lane, which is then given up.
 
         Raises DeadlineExceeded for a server that is silent: that one is not asked again, on
-        another lane. Raises ColdMiss, and CommandError for a slot that is not there and for a refusal.
+        another lane. Raises ColdMiss, and CommandError for a slot that is not there and for a
+        refusal.
         """
         with self._lock:
             if self._frames is None:
