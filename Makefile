@@ -39,9 +39,10 @@ pytest: $(VENV)/.dev
 kill-loop: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -q -s --kills 200 tests/recovery/test_kill_loop.py $(ARGS)
 
-# The manual of the commands, from their table.
+# The manuals of the commands and of the flags, from their tables.
 docs: $(VENV)/.dev
 	$(VENV)/bin/python -m pion_vllm_mlx.server.command_docs docs/commands.md
+	$(VENV)/bin/python -m pion_vllm_mlx.server.option_docs docs/server.md
 
 # The cache classes and the server of mlx-lm changed in 0.32: what touches them runs under the
 # older one too.

@@ -7,7 +7,7 @@ import ipaddress
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pion_vllm_mlx.config import AFFINITY_OFFSET, EmbeddedDefaults, ServerEnvironment, as_utf8
 from pion_vllm_mlx.errors import ConfigError
@@ -253,7 +253,12 @@ _FLAGS |= {
         "--lua-memory-limit",
     )
 }
-_FLAGS["--profile"] = Flag("profile", _choice("kv", "vector", "ai", "full"))
+_FLAGS["--profile"] = Flag(
+    "profile",
+    _choice("kv", "vector", "ai", "full"),
+    help="ai: one worker, whatever -w says; the others change nothing",
+    metavar="P",
+)
 _SHORT = {"-p": "--port", "-w": "--workers"}
 _NOTICE = ("--inference", "--flare", "--emb-enabled", "--llm-enabled", "--nle-embed")
 _LAST_PORT = 65535
@@ -263,13 +268,30 @@ _EVICTING = tuple(
 ) + ("volatile-ttl",)
 
 
+class Option(NamedTuple):
+    """A flag as people are told of it; without ``help`` it is accepted and has no effect."""
+
+    name: str
+    short: str
+    metavar: str
+    help: str
+
+
+def options() -> list[Option]:
+    """Every flag, in the order of the table."""
+    short = {long: name for name, long in _SHORT.items()}
+    return [
+        Option(name, short.get(name, ""), flag.metavar, flag.help) for name, flag in _FLAGS.items()
+    ]
+
+
 def usage() -> str:
     """The text of --help."""
     lines = ["usage: pion-server [options]", ""]
-    for name, flag in _FLAGS.items():
-        if flag.help:
-            short = next((s + ", " for s, long in _SHORT.items() if long == name), "")
-            lines.append(f"  {short}{name} {flag.metavar}".ljust(44) + flag.help)
+    for name, short, metavar, text in options():
+        if text:
+            names = f"{short}, {name}" if short else name
+            lines.append(f"  {names} {metavar}".ljust(44) + text)
     return "\n".join(lines)
 
 
