@@ -316,7 +316,7 @@ def test_past_maxmemory_stores_and_warms_are_refused_and_queries_are_not(
 
 @pytest.mark.parametrize("lane", ["binary", "resp"])
 def test_queries_of_clients_that_left_are_not_computed(tmp_path: Path, lane: str) -> None:
-    heads, tokens, dim, rows = 4, 4096, 64, 600
+    heads, tokens, dim, rows = 4, 8192, 64, 2000
     keys = normal(1, heads, tokens, dim)
     with flagged(tmp_path / "data") as server, connected(server, "busy") as asking:
         asking.store(keys, keys)
