@@ -56,7 +56,7 @@ class AnthropicReply(Reply):
         closing = self._close()
         delta: Json = {
             "type": "message_delta",
-            "delta": {"stop_reason": self.stop_reason, "stop_sequence": None},
+            "delta": {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence},
             "usage": usage(self.outcome),
         }
         if self.outcome.receipt is not None:
@@ -65,6 +65,7 @@ class AnthropicReply(Reply):
 
     def whole(self) -> Json:
         message = self._message(self._blocks, self.stop_reason, usage(self.outcome))
+        message["stop_sequence"] = self.stop_sequence
         receipt = self.outcome.receipt
         return message if receipt is None else {**message, "pion": receipt}
 
@@ -77,7 +78,14 @@ class AnthropicReply(Reply):
         reason = self.outcome.finish_reason or ""
         if reason != "length" and any(block["type"] == "tool_use" for block in self._blocks):
             return "tool_use"
+        if reason == "stop" and self.outcome.stop_sequence is not None:
+            return "stop_sequence"
         return _STOP_REASONS.get(reason, "end_turn")
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """The stop sequence, where one is the stop reason."""
+        return self.outcome.stop_sequence if self.stop_reason == "stop_sequence" else None
 
     def _message(self, content: list[Json], stop_reason: str | None, used: Json) -> Json:
         return {

@@ -85,10 +85,11 @@ def from_engine(status: int, text: str) -> ApiError:
     """What the engine refused.
 
     mlx-lm's server answers 404 to whatever goes wrong before the first token, which for a
-    known path is a prompt that its template or tokenizer refuses.  The engine's own key is
-    the front's business, so a 401 from it is no client's fault.
+    known path is a prompt that its template or tokenizer refuses; vllm-mlx says 422 where a field
+    has the wrong type.  The engine's own key is the front's business, so a 401 from it is no
+    client's fault.
     """
-    if status == 404:
+    if status in (404, 422):
         return ApiError(400, text)
     if status == 401:
         return ApiError(502, "the engine refused the front's key", "engine_gone")

@@ -153,6 +153,9 @@ class Front:
     ) -> ASGIApp:
         stream = body.get("stream") is True
         check_sampling(sent)
+        if not self.supervisor.command.steers:
+            chat_request.check_steering(sent)
+        sent = chat_request.chosen_tools(sent)
         if body.get("logprobs") and not self.supervisor.command.logprobs:
             raise bad_request("logprobs: this engine gives none")
         if not stream and body.get("logprobs") and isinstance(reply, ChatReply | CompletionReply):
@@ -161,7 +164,7 @@ class Front:
         return Exchange(self.supervisor, path, sent, reply, stream, _record(request))
 
     def _forward(self, method: str, path: str, body: Json | None = None) -> ASGIApp:
-        return _Forwarded(self.supervisor, method, path, body or {})
+        return _Forwarded(self.supervisor, method, path, chat_request.chosen_tools(body or {}))
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,22 @@ def completion_body(body: Json) -> Json:
     return {**_common(body), "prompt": prompt}
 
 
+def chosen_tools(body: Json) -> Json:
+    """``body`` as an engine should see it: tools that must not be called are not shown."""
+    if body.get("tool_choice") != "none":
+        return body
+    return {name: value for name, value in body.items() if name not in ("tools", "tool_choice")}
+
+
+def check_steering(body: Json) -> None:
+    """Raises ``ApiError`` 400 for what an engine that only samples would not do."""
+    if body.get("tool_choice") not in (None, "auto", "none"):
+        raise bad_request("tool_choice: this engine cannot have a tool called, only auto and none")
+    form = body.get("response_format")
+    if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
+        raise bad_request("response_format: this engine cannot hold a reply to a form, only text")
+
+
 def streamed(body: Json) -> Json:
     """``body``, answered as a stream that ends with its usage."""
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
@@ -80,6 +96,12 @@ def _common(body: Json) -> Json:
         raise bad_request("stream_options must be an object")
     if checks.count(body, "n") not in (None, 1):
         raise bad_request("n must be 1: one reply a request")
+    if checks.count(body, "best_of") not in (None, 1):
+        raise bad_request("best_of must be 1: one reply a request")
+    if checks.flag(body, "echo"):
+        raise bad_request("echo is not supported: the prompt is not repeated")
+    if checks.optional_text(body, "suffix"):
+        raise bad_request("suffix is not supported: replies follow the prompt")
     requested_model(body)
     checks.stops(body, "stop")
     _check_template_settings(body)

@@ -48,6 +48,8 @@ from pion_vllm_mlx import config
 
 #: how long an engine may take to end after SIGTERM; what is left is killed.
 STOP_SECONDS = 30.0
+#: the exit code of a command whose flags are wrong.
+WRONG_USE = 2
 
 
 @dataclass(frozen=True)

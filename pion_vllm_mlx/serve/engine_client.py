@@ -236,6 +236,16 @@ def error_text(body: bytes) -> str:
     except ValueError:
         return body.decode("utf-8", "replace").strip()[:2000] or "the engine gave no reason"
     error = value.get("error", value.get("detail", value)) if isinstance(value, dict) else value
+    if isinstance(error, list):
+        return "; ".join(map(_field_error, error))
     if isinstance(error, dict):
         error = error.get("message", error)
     return error if isinstance(error, str) else json.dumps(error)
+
+
+def _field_error(one: object) -> str:
+    """One of the errors that pydantic lists: the field, and what is wrong with it."""
+    if not isinstance(one, dict) or "msg" not in one:
+        return one if isinstance(one, str) else json.dumps(one)
+    path = [str(step) for step in one.get("loc") or () if step != "body"]
+    return f"{'.'.join(path)}: {one['msg']}" if path else str(one["msg"])

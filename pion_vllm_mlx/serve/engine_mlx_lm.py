@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pion_vllm_mlx.cache.lineage import LineageOptions
 from pion_vllm_mlx.errors import PionError
 from pion_vllm_mlx.serve.engine_child import (
+    WRONG_USE,
     EngineLink,
     leave_requests_to_front,
     report_ready,
@@ -86,6 +87,9 @@ class Engine:
 
         server: Any = importlib.import_module("mlx_lm.server")
         cli = vars(model_provider.cli_args)
+        if cli["prefill_step_size"] < 1:  # a prompt would never get anywhere
+            print("error: --prefill-step-size must be at least 1", file=sys.stderr)
+            raise SystemExit(WRONG_USE)
         group = mx.distributed.init()
         options = lineage_options(self._flags, self._link, cli)
         if group.size() > 1 and options is not None:

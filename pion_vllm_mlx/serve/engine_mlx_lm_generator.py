@@ -27,6 +27,7 @@ from pion_vllm_mlx.serve.engine_mlx_lm_prepare import (
     settle_garbage,
     taken_from,
 )
+from pion_vllm_mlx.serve.engine_mlx_lm_replies import FollowedReply
 from pion_vllm_mlx.serve.lineage_cache import LineageCache, guarded
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, PlannedPrompt
 
@@ -72,7 +73,9 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         self._prepare(request, generation_args)
         found: tuple[Any, Any] = super().generate(request, generation_args, progress_callback)
         self.current.context = found[0]
-        return found
+        connection = vars(self.current).get("connection")
+        self.current.reply = FollowedReply(generation_args.stop_words, connection)
+        return found[0], self.current.reply.follow(found[1])
 
     @property
     def lacks(self) -> str:
@@ -92,6 +95,12 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         context = self.current.context
         reused = int(context.prompt_cache_count)
         return {"prompt_tokens": len(context.prompt), "cached_tokens": max(0, reused)}
+
+    def stopped_by(self) -> str | None:
+        """The stop sequence that ended the reply to the calling thread's request, if one did."""
+        reply = vars(self.current).get("reply")
+        tokenizer = self.model_provider.tokenizer
+        return reply.stopped_by(tokenizer) if isinstance(reply, FollowedReply) else None
 
     def ends(self) -> None:
         """The client of the calling thread is about to be told the end of its reply."""
@@ -164,7 +173,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
 
     def _generate(self) -> None:
         try:
-            self.model_provider.load_default()
+            self._load()
             self._attach()
             if self.model_provider.model is not None:
                 default = server.ModelDescription(DEFAULT_MODEL, DEFAULT_MODEL, None)
@@ -176,6 +185,15 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
             log.exception("generation has come to an end")
             self.cache.close(timeout=1.0)
             os._exit(FAILED)  # the front starts another engine; this one would hang
+
+    def _load(self) -> None:
+        try:
+            self.model_provider.load_default()
+        except (OSError, *REFUSALS) as error:
+            name = self.cli_args.model
+            log.error("the model %s cannot be loaded: %s", name, str(error) or repr(error))
+            log.debug("where it failed", exc_info=True)
+            os._exit(FAILED)
 
     def _attach(self) -> None:
         provider = self.model_provider

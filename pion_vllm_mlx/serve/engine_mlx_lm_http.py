@@ -17,7 +17,7 @@ from pion_vllm_mlx.serve.engine_mlx_lm_generator import Generator
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import REFUSALS
 from pion_vllm_mlx.serve.engine_mlx_lm_sampling import fit_sampling, vocabulary_of
 from pion_vllm_mlx.serve.explained import explained
-from pion_vllm_mlx.serve.pieces import PROMPT
+from pion_vllm_mlx.serve.pieces import PROMPT, STOPPED_BY
 
 log = logging.getLogger("pion_vllm_mlx.serve")
 
@@ -88,6 +88,7 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         if not self._authorized():
             return
         self._prompt_told = False
+        self.response_generator.current.connection = self.connection
         if self.path == COUNT:
             self._answer_chat(lambda tokens: {"input_tokens": len(tokens)})
         elif self.path == EXPLAIN:
@@ -120,6 +121,9 @@ class Handler(server.APIHandler):  # type: ignore[misc]
             response[PROMPT] = self.response_generator.prompt()
         if "usage" in response or response["choices"][0].get("finish_reason"):
             self.response_generator.ends()
+            stopped = self.response_generator.stopped_by()
+            if stopped is not None:
+                response["choices"][0][STOPPED_BY] = stopped
             self._add_receipt(response)
         return response
 

@@ -21,7 +21,7 @@ import pion_vllm_mlx
 from pion_vllm_mlx import config
 from pion_vllm_mlx.errors import PionError
 from pion_vllm_mlx.serve.api_errors import ApiError
-from pion_vllm_mlx.serve.engine_child import STOP_SECONDS
+from pion_vllm_mlx.serve.engine_child import STOP_SECONDS, WRONG_USE
 from pion_vllm_mlx.serve.engine_client import EngineClient
 
 _HEALTH_PAUSE_SECONDS = 0.1
@@ -40,7 +40,8 @@ class EngineCommand:
 
     ``tenant``: whose prefixes it stores; ``model``: what it is called until it says itself.
     ``asked_by_name``: the engine answers only requests for the model by the name that it told,
-    none for ``default_model``. ``logprobs``: it can tell log probabilities.
+    none for ``default_model``. ``logprobs``: it can tell log probabilities. ``steers``: it can
+    have a model call a tool, and hold a reply to a form.
     """
 
     module: str
@@ -49,6 +50,7 @@ class EngineCommand:
     model: str = "default_model"
     asked_by_name: bool = False
     logprobs: bool = True
+    steers: bool = True
 
 
 class EngineProcess:
@@ -151,11 +153,18 @@ async def _until_healthy(process: asyncio.subprocess.Process, ready: int, key: s
         await asyncio.wait({ending, coming}, return_when=asyncio.FIRST_COMPLETED)
         if coming.done():
             return coming.result()
-        raise EngineFailed(f"the engine ended with code {process.returncode} before it was ready")
+        raise EngineFailed(_why_ended(process.returncode))
     finally:
         for task in (ending, coming):
             task.cancel()
         await asyncio.gather(ending, coming, return_exceptions=True)
+
+
+def _why_ended(code: int | None) -> str:
+    ended = f"the engine ended with code {code} before it was ready"
+    if code == WRONG_USE:
+        return f"{ended}: it refuses the flags that serve was started with; serve's log says which"
+    return ended
 
 
 async def _knock(ready: int, key: str) -> EngineClient:

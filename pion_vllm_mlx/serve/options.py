@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pion_vllm_mlx import config
 from pion_vllm_mlx.serve.engine_process import EngineCommand
 from pion_vllm_mlx.serve.gate import Door, tenant_of
+from pion_vllm_mlx.serve.model_path import why_no_model
 from pion_vllm_mlx.serve.pion_flags import PionFlags, add_attend_flag, add_pion_flags
 
 DEFAULT_PORT = 8080
@@ -24,7 +25,7 @@ _HELP_SECONDS = 60.0
 class Engine:
     """An engine that can be chosen: its module, the package it needs, the extra that brings it.
 
-    ``asked_by_name``, ``logprobs``: see ``EngineCommand``.
+    ``asked_by_name``, ``logprobs``, ``steers``: see ``EngineCommand``.
     """
 
     module: str
@@ -32,11 +33,19 @@ class Engine:
     extra: str
     asked_by_name: bool = False
     logprobs: bool = True
+    steers: bool = False
 
 
 ENGINES = {
     "mlx-lm": Engine("pion_vllm_mlx.serve.engine_mlx_lm", "mlx_lm", "mlx"),
-    "vllm-mlx": Engine("pion_vllm_mlx.serve.engine_vllm_mlx", "vllm_mlx", "vllm-mlx", True, False),
+    "vllm-mlx": Engine(
+        "pion_vllm_mlx.serve.engine_vllm_mlx",
+        "vllm_mlx",
+        "vllm-mlx",
+        asked_by_name=True,
+        logprobs=False,
+        steers=True,
+    ),
 }
 
 
@@ -72,18 +81,22 @@ class ServeOptions:
             self._model(),
             engine.asked_by_name,
             engine.logprobs,
+            engine.steers,
         )
 
     def _model(self) -> str:
         """What the engine's flags call the model, as far as that is plain."""
-        for word, following in zip(
-            self.engine_arguments, (*self.engine_arguments[1:], ""), strict=True
-        ):
-            if word == "--model" and following:
-                return following
-            if word.startswith("--model="):
-                return word.partition("=")[2]
-        return "default_model"
+        return model_named(self.engine_arguments) or "default_model"
+
+
+def model_named(words: Sequence[str]) -> str | None:
+    """The value of ``--model`` among an engine's flags; None where it is not plain."""
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        if word == "--model" and following:
+            return following
+        if word.startswith("--model="):
+            return word.partition("=")[2]
+    return None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -163,6 +176,9 @@ def parse(arguments: Sequence[str]) -> ServeOptions | None:
         word == "--model" or word.startswith("--model=") for word in rest
     ):
         parser.error("name the model: --model PATH_OR_REPOSITORY")
+    named = _named_model(known.engine, rest)
+    if named is not None and (why := why_no_model(named)) is not None:
+        parser.error(why)
     if known.pion_attend:
         _refuse_beside_attend(parser, known, rest)
     return ServeOptions(
@@ -178,6 +194,13 @@ def parse(arguments: Sequence[str]) -> ServeOptions | None:
         pion=PionFlags.from_options(known),
         engine_arguments=tuple(rest),
     )
+
+
+def _named_model(engine: str, rest: Sequence[str]) -> str | None:
+    """What the engine's flags call the model; vllm-mlx has it in the first place."""
+    if engine == "vllm-mlx":
+        return rest[0] if rest and not rest[0].startswith("-") else None
+    return model_named(rest)
 
 
 def _refuse_beside_attend(

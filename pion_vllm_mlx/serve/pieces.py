@@ -18,6 +18,8 @@ Json = dict[str, Any]
 #: in the first chunk that an engine of ours sends, for the front: ``prompt_tokens``,
 #: ``cached_tokens``; usage itself comes with the last one.
 PROMPT = "pion_prompt"
+#: in the last choice of a reply: the stop sequence that ended it.
+STOPPED_BY = "stop_reason"
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,12 @@ Piece = Text | Reasoning | ToolCall
 class Outcome:
     """How a reply ended and what it took; token counts are the engine's.
 
-    ``begun``: something of the reply itself has come.
+    ``begun``: something of the reply itself has come. ``stop_sequence``: which of the request's
+    own ended it, where the engine says so.
     """
 
     finish_reason: str | None = None
+    stop_sequence: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
@@ -105,6 +109,8 @@ class ChatReader:
             yield from self._tool_parts(delta.get("tool_calls") or [])
             if choice.get("finish_reason") is not None:
                 self.outcome.finish_reason = choice["finish_reason"]
+                stopped = choice.get(STOPPED_BY)
+                self.outcome.stop_sequence = stopped if isinstance(stopped, str) else None
 
     def flush(self) -> Iterator[ToolCall]:
         """The tool calls that were being put together; to be called at the end, too."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pion_vllm_mlx.cache.store_url import parse_url
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.formats import FORMATS, storage_format
 
@@ -81,6 +83,7 @@ def add_pion_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the store")
     group.add_argument(
         "--pion-host",
+        type=_host,
         metavar="HOST",
         help="server of the store (default: the embedded one of the data folder)",
     )
@@ -152,6 +155,27 @@ def port(text: str) -> int:
     if not 0 < number < 65536:
         raise argparse.ArgumentTypeError("a port is 1 to 65535")
     return number
+
+
+def _host(text: str) -> str:
+    """A name or an address, without a port, as ``PionFlags.url`` takes it."""
+    host = text.removeprefix("[").removesuffix("]")
+    if ":" in host and not _is_ipv6(host):
+        raise argparse.ArgumentTypeError(f"{text} is no host alone: its port is --pion-port")
+    if not host or any(one.isspace() for one in host):
+        raise argparse.ArgumentTypeError(f"{text!r} is no host")
+    try:
+        parse_url(PionFlags(host=host).url)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return host
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        return ipaddress.ip_address(text.partition("%")[0]).version == 6
+    except ValueError:
+        return False
 
 
 def _format(text: str) -> str:

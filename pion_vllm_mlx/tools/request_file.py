@@ -11,6 +11,7 @@ from typing import Any
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.serve import chat_form, checks
 from pion_vllm_mlx.serve.api_errors import ApiError
+from pion_vllm_mlx.serve.model_path import why_no_model
 
 Json = dict[str, Any]
 
@@ -38,9 +39,9 @@ def parse(path: Path, raw: bytes) -> Json:
 
 def refuse_missing_model(model: str) -> None:
     """Raises ConfigError for a path that is none: it would be taken for a repository's name."""
-    names_path = model.startswith(("/", ".", "~")) or model.count("/") > 1
-    if names_path and not Path(model).exists():
-        raise ConfigError(f"the model {model} cannot be loaded: there is no such folder")
+    why = why_no_model(model)
+    if why is not None:
+        raise ConfigError(why)
 
 
 def api_of(body: Json) -> str:

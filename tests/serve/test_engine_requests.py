@@ -383,3 +383,31 @@ def _caches(model: Any) -> list[Any]:
     from mlx_lm.models.cache import make_prompt_cache
 
     return list(make_prompt_cache(model))
+
+
+def test_a_reply_that_a_stop_sequence_ended_names_it(engine: Engine) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 30, "temperature": 0}
+    told = engine.request("/v1/chat/completions", {**body, **NO_END})[1]["choices"][0]
+    said = "".join(one for one in told["message"]["content"] if one.isascii() and one.isalnum())
+    word = said[len(said) // 2]
+    for more in ({}, {"seed": 1}):
+        asked = {**body, **NO_END, **more, "stop": [word, "never said"]}
+        ended = engine.request("/v1/chat/completions", asked)[1]["choices"][0]
+        assert (ended["finish_reason"], ended["stop_reason"]) == ("stop", word)
+    assert "stop_reason" not in told
+
+
+def test_a_prefill_that_never_gets_anywhere_is_refused_at_the_start(
+    tmp_path: Path, models: Path
+) -> None:
+    with pytest.raises(RuntimeError, match="--prefill-step-size must be at least 1"):
+        with running_engine(tmp_path, models / "llama", "--no-pion", "--prefill-step-size", "0"):
+            pass
+
+
+def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RuntimeError, match="cannot be loaded") as refused:
+        with running_engine(tmp_path, tmp_path / "empty", "--no-pion"):
+            pass
+    assert "Traceback" not in str(refused.value)
