@@ -16,6 +16,7 @@ from pion_vllm_mlx.cache.pion_store import PionStore
 from pion_vllm_mlx.cache.resp_client import RespClient
 from pion_vllm_mlx.server.lineage import block_hashes
 from tests.conftest import RunningServer, free_port_block
+from tests.hostile.watching import eventually
 from tests.server.wire import Refusal, Wire, request
 
 WORKERS = 3
@@ -75,6 +76,8 @@ def test_every_worker_answers_on_its_own_port_and_names_the_launcher(
             assert info["process_id"] == str(workers.pid)
             assert info["tcp_port"] == str(workers.port)
             assert info["affinity_port"] == str(workers.port + 2 + worker)
+    # the launcher prints after it let the workers answer
+    assert eventually(lambda: "ready on" in workers.output())
     assert "INDEPENDENT WORKERS" in workers.output() and "SEPARATE KEYSPACES" in workers.output()
 
 
@@ -479,6 +482,8 @@ def test_a_taken_port_of_a_worker_is_fatal_and_nothing_listens(tmp_path: Path) -
     port = free_port_block(2 + WORKERS)
     (tmp_path / "data").mkdir(mode=0o700)
     with socket.socket() as taken:
+        # connections of earlier tests may still close on a free port
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", port + 3))
         taken.listen()
         server = RunningServer(port=port, dir=tmp_path / "data", flags=FLAGS)

@@ -172,7 +172,6 @@ def test_what_was_never_stored_is_not_found(stored: Asking) -> None:
     [
         ("STORE", 2, 40, 32, b""),
         ("STORE", 2, 40, 32, b"", b"", b""),
-        ("LOOKUP", 1),
         ("QUERY", 2, 32, 40),
         ("QUERY", 2, 32, 40, b"", 0, 0),
         ("QUERY_FUSED", 2, 32, 0, 2, b"", b"", b""),
@@ -190,6 +189,12 @@ def test_a_wrong_number_of_words_is_refused(stored: Asking, words: tuple[Any, ..
     name, *rest = words
     command = (f"ATTEND.PREFIX.{name}", stored.sid, 3, *rest)
     refuse(stored.wire, "wrong number of arguments", *command)
+
+
+def test_an_unknown_option_of_a_lookup_is_refused(stored: Asking) -> None:
+    for more in ((1,), ("SHAPE", 1)):
+        command = ("ATTEND.PREFIX.LOOKUP", stored.sid, 3, *more)
+        refuse(stored.wire, "unknown option '1'", *command)
 
 
 def test_more_kv_heads_than_a_map_can_name_are_refused(stored: Asking) -> None:
