@@ -26,7 +26,7 @@ from pion_vllm_mlx.cache.lineage.matching import Rules, match_of
 from pion_vllm_mlx.cache.lineage.model_key import NATIVE, names_of
 from pion_vllm_mlx.cache.lineage.reader import Reader
 from pion_vllm_mlx.cache.lineage.shape import Shape
-from pion_vllm_mlx.cache.lineage.types import Match
+from pion_vllm_mlx.cache.lineage.types import LineageOptions, Match
 from pion_vllm_mlx.cache.lineage.writer import Job, Writer
 from pion_vllm_mlx.cache.slots_state import encode_state
 from pion_vllm_mlx.config import ClientSwitches
@@ -139,6 +139,9 @@ def branch(shelf: Shelf, conversation: str, length: int | None) -> tuple[str, in
     Raises ConfigError for a length that it has not, DamagedData, StoreUnavailable.
     """
     leaf, names = shelf.chain(conversation)[-1], shelf.names_of(conversation)
+    least = LineageOptions().min_gain
+    if length is not None and length < least:
+        raise ConfigError(f"a branch of {length} tokens is never restored: at least {least}")
     length = leaf.end if length is None else length
     branching = Branching(shelf.client, names, _identity(shelf, names))
     try:

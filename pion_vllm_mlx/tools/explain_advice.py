@@ -54,6 +54,8 @@ def causes(told: Json, body: Json | None = None) -> list[str]:
     """
     if told.get("key_field"):
         return [_of_key(str(told["key_field"]), told.get("stored_key"), told.get("asked_key"))]
+    if str(told.get("sentence") or "").startswith("no store:"):
+        return []  # nothing was compared, and warming would need the store, too
     prompt, common = int(told.get("prompt_tokens") or 0), int(told.get("common") or 0)
     restorable = int(told.get("restorable") or 0)
     if prompt and restorable >= prompt - 1:

@@ -102,7 +102,8 @@ class Shelf:
     def names_of(self, conversation: str) -> Names:
         """The keys of the model that a conversation belongs to. Raises ConfigError."""
         mid, _, number = conversation.rpartition(":")
-        if not mid or as_int(number) < 0 or not mid.isalnum():
+        plain = number.isascii() and number.isdigit() and str(int(number)) == number
+        if not mid or not plain or not mid.isalnum():
             raise ConfigError(
                 f"{conversation!r} is no conversation: their ids are listed by "
                 "pion-vllm-mlx conversations"

@@ -191,8 +191,9 @@ def warm(
     conversation = stored_as(match)
     if pin:
         store.pin(conversation)
+    pinned = store.is_pinned(conversation)
     seconds = time.perf_counter() - began
-    return Warmed(name, conversation, anchor, computed, round(seconds, 3), pin)
+    return Warmed(name, conversation, anchor, computed, round(seconds, 3), pinned)
 
 
 def _compute(served: ServedModel, store: LineageStore, tokens: list[int]) -> int:

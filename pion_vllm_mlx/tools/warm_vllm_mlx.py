@@ -75,5 +75,6 @@ async def _warm(app: Any, model: str, wanted: Wanted, pin: bool) -> Warmed:
     conversation = stored_as(match)
     if pin:
         await on_mlx_thread(mine.core, lambda: store.pin(conversation))
+    pinned = await on_mlx_thread(mine.core, lambda: store.is_pinned(conversation))
     seconds = round(time.perf_counter() - began, 3)
-    return Warmed(wanted.file, conversation, anchor, computed, seconds, pin)
+    return Warmed(wanted.file, conversation, anchor, computed, seconds, pinned)

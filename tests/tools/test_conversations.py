@@ -202,6 +202,8 @@ def test_a_branch_outlives_the_conversation_it_came_from(
     assert ran(server, "delete", original).code == 0
     assert turn(model, server, ids).reused in (89, 90)
     assert ran(server, "branch", name, "--at", 91).code == 1
+    short = ran(server, "branch", name, "--at", 5)
+    assert (short.code, "never restored" in short.err) == (1, True)
 
 
 def test_what_others_go_on_from_is_not_deleted_under_them(server: RunningServer) -> None:
@@ -257,6 +259,8 @@ def test_wrong_ids_and_words_are_named(
     file = tmp_path / "x.safetensors"
     for words, code, says in (
         (("pin", "nonsense"), 1, "no conversation"),
+        (("pin", "0123456789ab: 7"), 1, "no conversation"),
+        (("pin", "0123456789ab:07"), 1, "no conversation"),
         (("pin", "0123456789ab:7"), 1, "no such conversation"),
         (("delete", "0123456789ab:7"), 1, "no such conversation"),
         (("export", "0123456789ab:7", file), 1, "no such conversation"),

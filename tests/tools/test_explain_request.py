@@ -206,3 +206,14 @@ def test_what_is_not_a_difference_of_texts_is_said_too() -> None:
     body = {"messages": [], "tools": [{"name": "look around", "description": "x"}]}
     (cause,) = causes(told(('"name": "look ', "around", '"'), ('"name": "look ', "up", '"')), body)
     assert cause.startswith("in the tools")
+
+
+def test_without_a_store_no_advice_is_given_that_needs_one() -> None:
+    told = {"common": 0, "restorable": 0, "prompt_tokens": 9, "sentence": "no store: it is down"}
+    assert causes(told) == []
+    assert "warm" in causes({**told, "sentence": ""})[0]
+
+
+def test_a_port_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    done = here(capsys, "explain", "--last", "--port", "99999")
+    assert (done.code, "a port is" in done.err) == (2, True)

@@ -140,6 +140,8 @@ def test_what_cannot_be_warmed_is_named_and_the_rest_is_warmed(
     assert ran.code == 1
     assert "short.txt: the system part is not stored" in ran.out
     assert "long.txt: " in ran.out and ", pinned as " in ran.out
+    (again,) = command("warm", long, *model, *store, "--no-pin", "--json").json
+    assert again["pinned"]  # it was, and is
 
 
 @pytest.mark.parametrize(

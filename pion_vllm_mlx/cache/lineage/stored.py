@@ -101,6 +101,10 @@ class Stored:
         else:
             conversations.unpin(conversation)
 
+    def is_pinned(self, conversation: str) -> bool:
+        """Whether a conversation, or a segment of one, is kept from being evicted. KeyError."""
+        return self._conversations().segment(conversation).pinned
+
     def drop(self, conversation: str) -> int:
         """Deletes a conversation and what only it stands on; how many segments. KeyError."""
         gone = self._conversations().drop(conversation)
