@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pion_vllm_mlx.cache.lineage import LineageOptions
+from pion_vllm_mlx.cache.store_url import parse_url
 from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import AnchorTexts, patch_chat_template
 from pion_vllm_mlx.cache.vllm_mlx_backend_cache import BackendSettings, PionPrefixCache
 from pion_vllm_mlx.cache.vllm_mlx_backend_prefill import patch_scheduler
@@ -32,7 +33,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
     has_mllm,
 )
 from pion_vllm_mlx.cache.vllm_mlx_backend_usage import UsageLayer, patch_engine
-from pion_vllm_mlx.errors import PionMlxCompatError
+from pion_vllm_mlx.errors import ConfigError, PionMlxCompatError
 
 __all__ = [
     "BackendSettings",
@@ -52,6 +53,7 @@ class _Installed:
     layer: Any
 
 
+_MOST_GIGABYTES = 1e9
 _CURRENT: list[_Installed] = []
 
 
@@ -69,8 +71,9 @@ def install_vllm_mlx_backend(
 
     Raises PionMlxCompatError, and changes nothing, where vllm-mlx is missing or a name that
     would be replaced is not what is known here (the message says which and how), or where the
-    backend is installed already.
+    backend is installed already; ConfigError, a ValueError, for an argument that is none.
     """
+    _check_arguments(budget_gb, url, settings)
     if _CURRENT:
         raise PionMlxCompatError("the backend is installed already: uninstall it first")
     seams = [*REPLACED, *CONSULTED, *([MLLM_PREFIX_CACHE] if has_mllm() else [])]
@@ -87,6 +90,19 @@ def install_vllm_mlx_backend(
     patch_chat_template(replacements, anchors)
     patch_engine(replacements)
     _CURRENT.append(_Installed(replacements, caches, _add_layer()))
+
+
+def _check_arguments(budget_gb: object, url: object, settings: object) -> None:
+    """Raises ConfigError that names the argument."""
+    if isinstance(budget_gb, bool) or not isinstance(budget_gb, int | float):
+        raise ConfigError(f"budget_gb must be a number, not {budget_gb!r}")
+    if not 0 <= budget_gb <= _MOST_GIGABYTES:  # false for nan, too
+        raise ConfigError(f"budget_gb must be from 0 to {_MOST_GIGABYTES:g}, not {budget_gb!r}")
+    if not isinstance(url, str):
+        raise ConfigError(f"url must be a string, not {url!r}")
+    parse_url(url)
+    if settings is not None and not isinstance(settings, BackendSettings):
+        raise ConfigError(f"settings must be BackendSettings, not {settings!r}")
 
 
 def uninstall_vllm_mlx_backend() -> None:

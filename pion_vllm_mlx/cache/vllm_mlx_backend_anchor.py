@@ -68,14 +68,19 @@ class AnchorTexts:
 
 
 def patch_chat_template(replacements: Replacements, anchors: AnchorTexts) -> None:
-    """Have every rendered chat's system part remembered."""
+    """Have every rendered chat's system part remembered, and a template's refusal be a 400."""
+    from fastapi import HTTPException
     from jinja2 import TemplateError
 
     original: Callable[..., str] = vars(CHAT_TEMPLATE.owner())[CHAT_TEMPLATE.name]
 
     @functools.wraps(original)
     def apply(self: Any, messages: list[dict[str, Any]], *args: Any, **options: Any) -> str:
-        prompt = original(self, messages, *args, **options)
+        try:
+            prompt = original(self, messages, *args, **options)
+        except (TemplateError, ArithmeticError) as error:
+            refused = str(error) or type(error).__name__
+            raise HTTPException(400, f"the chat template refuses this: {refused}") from error
         leading = leading_system(messages)
         tools = args[0] if args else options.get("tools")
         if anchors.wanted and len(leading) < len(messages) and (leading or tools):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import importlib
 import inspect
 import json
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -15,12 +18,14 @@ from typing import Any
 import pytest
 
 from tests.conftest import RunningServer, running_server
+from tests.serve.engine_child import KEY
 from tests.serve.engines import Engine, running_engine
 
 pytest.importorskip("mlx_lm")
 
 TEXT = "Some quick brown fox jumps over some lazy dog and naps. " * 9
 NO_END = {"logit_bias": {"0": -100.0}}  # a random model would end its reply somewhere
+AUTHORIZED = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 HISTORY = {"repetition_penalty": 1.3, "repetition_context_size": 40}
 
 
@@ -411,3 +416,18 @@ def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path) -> None:
         with running_engine(tmp_path, tmp_path / "empty", "--no-pion"):
             pass
     assert "Traceback" not in str(refused.value)
+
+
+def test_a_client_that_leaves_before_anything_was_written_ends_its_reply(engine: Engine) -> None:
+    body = {"prompt": "Left. " + TEXT, "max_tokens": 10**7, "stream": False, **NO_END}
+    before = engine.forward
+    with contextlib.closing(
+        http.client.HTTPConnection("127.0.0.1", engine.running.port, timeout=60)
+    ) as connection:
+        connection.request("POST", "/v1/completions", json.dumps(body), AUTHORIZED)
+        deadline = time.monotonic() + 60
+        while engine.forward < before + 600 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert engine.forward >= before + 600
+    # a request with a seed is served alone: it waits until nothing else is generated
+    assert engine.complete("Still there?", seed=1).prompt

@@ -16,7 +16,7 @@ from pion_vllm_mlx.cache import (  # noqa: E402
 )
 from pion_vllm_mlx.cache.vllm_mlx_backend import BackendSettings, PionPrefixCache  # noqa: E402
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import CONSULTED, REPLACED, Seam  # noqa: E402
-from pion_vllm_mlx.errors import PionMlxCompatError  # noqa: E402
+from pion_vllm_mlx.errors import ConfigError, PionMlxCompatError  # noqa: E402
 from tests.models import token_ids  # noqa: E402
 from tests.vllm_mlx.engines import running_engine  # noqa: E402
 from tests.vllm_mlx.families import FAMILIES  # noqa: E402
@@ -155,3 +155,26 @@ def test_the_budget_of_the_process_holds_and_what_is_too_big_for_it_is_not_kept(
         engine.ask(token_ids(2000, seed=80))
         assert engine.cache._current_memory <= 1 << 20
         assert engine.cache.get_stats()["store_rejections"] > 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"budget_gb": "8"}, "budget_gb"),
+        ({"budget_gb": None}, "budget_gb"),
+        ({"budget_gb": True}, "budget_gb"),
+        ({"budget_gb": float("nan")}, "budget_gb"),
+        ({"budget_gb": float("inf")}, "budget_gb"),
+        ({"budget_gb": -1}, "budget_gb"),
+        ({"url": "garbage"}, "garbage"),
+        ({"url": 5}, "url"),
+        ({"settings": "x"}, "settings"),
+    ],
+)
+def test_an_argument_that_is_none_is_refused_and_nothing_is_replaced(
+    wrong: dict[str, Any], named: str
+) -> None:
+    before = objects()
+    with pytest.raises(ConfigError, match=named):
+        install_vllm_mlx_backend(**wrong)
+    assert all(now is before[label] for label, now in objects().items())

@@ -340,3 +340,13 @@ def test_a_full_disk_costs_the_store_and_nothing_else(
                 assert engine.chat(HELLO)["choices"] == expected["choices"]
         finally:
             full.stop()
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no such chat') }}", "{{ 1 / 0 }}"])
+def test_a_template_s_refusal_is_the_request_s_fault(engine: EngineProcess, template: str) -> None:
+    settings = {"chat_template_kwargs": {"chat_template": template}}
+    body = {**greedy(1), "messages": HELLO, **settings}
+    status, told = engine.ask("/v1/chat/completions", body)
+    assert (status, "the chat template refuses" in str(told)) == (400, True)
+    event = engine.events("/v1/chat/completions", body)[-1]
+    assert (event["error"]["code"], "template" in event["error"]["message"]) == (400, True)
