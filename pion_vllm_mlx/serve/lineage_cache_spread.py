@@ -69,9 +69,10 @@ class Spread:
     def work(self, begun: bool) -> None:
         """Does the next job, unless a request has ``begun`` since the last step.
 
-        To be called once between two steps; where it was not, ``stepped`` does a job.
+        To be called once between two steps, also those that only prefill; where it was not,
+        ``stepped`` does a job.
         """
-        if not self._asked and not begun and self._jobs:
+        if not begun and self._jobs:
             self._jobs.popleft()()
         self._asked = True
 
