@@ -8,12 +8,10 @@ import gc
 import logging
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from pion_vllm_mlx import __version__
 from pion_vllm_mlx.config import EXIT_FOLDER_BUSY, EmbeddedDefaults, ServerEnvironment
@@ -28,6 +26,7 @@ from pion_vllm_mlx.server import commands as commands  # fills the command table
 from pion_vllm_mlx.server import log_format, metrics, options
 from pion_vllm_mlx.server.commands.export import remove_old_exports
 from pion_vllm_mlx.server.directory import Directory
+from pion_vllm_mlx.server.ephemeral import ephemeral_folder
 from pion_vllm_mlx.server.folder import DataFolder
 from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
@@ -41,7 +40,6 @@ from pion_vllm_mlx.server.listening import (
 )
 from pion_vllm_mlx.server.memory_limit import past_at_start, refuse_below_own_use
 from pion_vllm_mlx.server.session import Server, ServerConfig
-from pion_vllm_mlx.server.store.files import DIRECTORY_MODE
 from pion_vllm_mlx.server.store.folder_use import left_behind
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
 from pion_vllm_mlx.server.store.store import Store, StoreConfig
@@ -329,9 +327,8 @@ def _run(config: ServerConfig) -> None:
 
 def _ephemeral(config: ServerConfig) -> None:
     """Run on a private folder that goes away with the process."""
-    with tempfile.TemporaryDirectory(prefix="pion-", ignore_cleanup_errors=True) as name:
-        Path(name).chmod(DIRECTORY_MODE)
-        _run(replace(config, folder=Path(name)))
+    with ephemeral_folder() as folder:
+        _run(replace(config, folder=folder))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -17,6 +18,7 @@ import pytest
 
 from pion_vllm_mlx.config import ServerEnvironment
 from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.server.ephemeral import ephemeral_folder
 from pion_vllm_mlx.server.main import main
 from pion_vllm_mlx.server.options import parse
 from tests.conftest import RunningServer, free_port_block
@@ -480,6 +482,41 @@ def test_ephemeral_leaves_nothing(server: RunningServer, tmp_path: Path) -> None
     assert server.stop() == 0
     assert not folder.exists() and not list(server.dir.iterdir())
     assert len(list(tmp_path.iterdir())) == 2  # the folder and the log of this test
+
+
+def test_what_a_killed_ephemeral_server_left_goes_with_the_next_and_a_running_ones_stays(
+    server: RunningServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary, an_hour_ago = tmp_path / "temporary", time.time() - 3600
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    server.dir.mkdir()
+    server.start("--ephemeral")
+    with Wire.tcp(server.port) as wire:
+        folder = Path(wire.info("INFO", "server")["config_dir"])
+    assert folder.parent == temporary
+    other = temporary / "pion-ephemeral-theirs"
+    other.symlink_to(server.dir)
+    os.utime(folder, (an_hour_ago, an_hour_ago))
+    with ephemeral_folder_of(temporary):
+        assert folder.exists()
+    server.kill()
+    assert folder.exists()
+    os.utime(folder, (an_hour_ago, an_hour_ago))
+    server.start("--ephemeral")
+    assert not folder.exists()
+    assert other.is_symlink() and server.dir.exists()
+
+
+@contextlib.contextmanager
+def ephemeral_folder_of(temporary: Path) -> Iterator[Path]:
+    """As a second server would make it, in this process."""
+    tempfile.tempdir, before = str(temporary), tempfile.tempdir
+    try:
+        with ephemeral_folder() as folder:
+            yield folder
+    finally:
+        tempfile.tempdir = before
 
 
 def test_without_a_wal_only_a_save_keeps_anything(server: RunningServer) -> None:

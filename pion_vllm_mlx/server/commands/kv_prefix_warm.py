@@ -36,9 +36,7 @@ class Whole:
     record: StateBlob | None
 
     @classmethod
-    async def of(
-        cls, context: Context, namespace: bytes, given: Mapping[str, list[Arg]]
-    ) -> Whole:
+    async def of(cls, context: Context, namespace: bytes, given: Mapping[str, list[Arg]]) -> Whole:
         """From TOKENS and RECORD. Raises CommandError where the record is another one."""
         tokens = arguments.given_integer(given, "TOKENS", 1, arguments.MAX_TOKENS)
         if "RECORD" not in given:
