@@ -289,9 +289,10 @@ def listening_addresses(pid: int) -> set[str]:
     """Local addresses in LISTEN state of this process, as hex, from /proc."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(fd)
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
+        with contextlib.suppress(FileNotFoundError):  # a connection that was just closed
+            target = os.readlink(fd)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
     found = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
         columns = line.split()
