@@ -12,25 +12,31 @@ Raises CommandError (ColdMiss for a slot that is known and not resident, see als
 
 from __future__ import annotations
 
-import operator
-import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pion_vllm_mlx.cache.attend_lane import BinaryLane, Silence
+from pion_vllm_mlx.cache.attend_request import (
+    Floats,
+    Query,
+    Slot,
+    Sparse,
+    Whole,
+    fused_body,
+    fused_command,
+    query_command,
+    sparse_command,
+)
 from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.store_client import StoreClient
 from pion_vllm_mlx.errors import ColdMiss, CommandError, OutOfMemory, StoreUnavailable
 from pion_vllm_mlx.wire.resp import Part
 
-Floats = NDArray[np.float32]
 T = TypeVar("T")
 
 WORK_SECONDS = 60.0
@@ -39,111 +45,11 @@ WORK_SECONDS = 60.0
 IN_PROCESS, BINARY, RESP = "in-process", "binary", "resp"
 
 _FUSED = 0x24
-_MAX_U16, _MAX_U32 = (1 << 16) - 1, (1 << 32) - 1
-_SELECTORS = {"": 0, "block_mean": 0, "block-mean": 0, "quest": 1}
-
-
-@dataclass(frozen=True)
-class Slot:
-    """A resident layer: its session id, and the namespace that says on which worker it is.
-
-    Raises ValueError for a session id of more than 65,535 bytes and a layer past 65,535.
-    """
-
-    namespace: str
-    sid: str
-    layer: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= whole_number(self.layer, "layer_id") <= _MAX_U16:
-            raise ValueError(f"a layer is 0 to {_MAX_U16}, not {self.layer}")
-        if len(self.encoded) > _MAX_U16:
-            raise ValueError(f"a session id has at most {_MAX_U16} bytes, not {len(self.encoded)}")
-
-    @property
-    def encoded(self) -> bytes:
-        """The session id as it travels."""
-        return self.sid.encode("utf-8", "surrogateescape")
-
-
-@dataclass(frozen=True)
-class Query:
-    """Queries ``[H_q, M, D]`` beside a suffix ``[H_kv, S, D]``; S may be 0.
-
-    ``head_map`` names the stored head of each query head, a byte each; empty is the identity.
-    ``window`` None or -1 asks for the server's own, 0 for the whole prefix. Raises ValueError
-    for what does not fit together: the binary lane says no lengths, there it would be read
-    as something else.
-    """
-
-    q: Floats
-    keys: Floats
-    values: Floats
-    head_map: bytes
-    window: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_window(self.window)
-        heads, kv_heads, dim = self.q.shape[0], self.keys.shape[0], self.q.shape[2]
-        if not self.q.shape[1]:
-            raise ValueError(f"Q of shape {self.q.shape} holds no query: M must be 1 or more")
-        if self.keys.shape != self.values.shape:
-            raise ValueError(f"K of shape {self.keys.shape} and V of shape {self.values.shape}")
-        if dim != self.keys.shape[2]:
-            raise ValueError(f"Q of head dimension {dim}, K of {self.keys.shape[2]}")
-        if max(heads, kv_heads, dim) > _MAX_U16:
-            raise ValueError(f"{heads} and {kv_heads} heads of {dim} values are too many")
-        named = len(self.head_map) or kv_heads
-        if named != heads:
-            raise ValueError(f"head_map names the stored heads of {named} query heads, not {heads}")
-        if self.head_map and max(self.head_map) >= kv_heads:
-            raise ValueError(f"head_map names head {max(self.head_map)} of {kv_heads}")
-
-    @property
-    def whole_head_map(self) -> bytes:
-        """A byte for each query head, the identity spelled out. Raises ValueError past 256."""
-        return self.head_map or bytes(range(self.q.shape[0]))
-
-    @property
-    def num_bytes(self) -> int:
-        return int(2 * self.q.nbytes + self.keys.nbytes + self.values.nbytes)
-
-
-@dataclass(frozen=True)
-class Sparse:
-    """Which blocks a query sees: ``top`` of blocks of ``block`` tokens; selector 0 or 1."""
-
-    block: int
-    top: int
-    selector: int = 0
-
-    def __post_init__(self) -> None:
-        for name, number in (("B", self.block), ("K_top", self.top)):
-            if number < 1:
-                raise ValueError(f"{name} must be 1 or more, not {number}")
-
-
-@dataclass(frozen=True)
-class Whole:
-    """What a namespace must hold for WARM to take it: the tokens of each layer, and the
-    SHA-256 of its completion record, from before its rows are read until they are resident;
-    an empty one asks for none.
-    """
-
-    tokens: int
-    record: str = ""
 
 
 def is_missing(error: CommandError) -> bool:
     """Whether a refusal says that the server has no such slot."""
     return type(error) is CommandError and error.sentence.startswith("session not found")
-
-
-def selector_number(name: str) -> int:
-    """The selector of a name; raises ValueError for another one."""
-    if name not in _SELECTORS:
-        raise ValueError(f"unknown selector {name!r}; known: block_mean, quest")
-    return _SELECTORS[name]
 
 
 class AttendClient:
@@ -301,7 +207,7 @@ class AttendClient:
         """``q`` ``[H_kv, D]`` or ``[H_kv, M, D]`` over the prefix alone, in its shape."""
         batch = q if q.ndim == 3 else q[:, None]
         if batch.shape[1] == 1:
-            command = _query_command(slot, batch, top_k, window)
+            command = query_command(slot, batch, top_k, window)
             (out,) = self._floats(slot, [command], [batch.size])
             return out.reshape(q.shape)
         return self.prefixes(slot, [(batch, window)], top_k)[0][0]
@@ -312,7 +218,7 @@ class AttendClient:
         """Queries ``[H_kv, M, D]`` with a window each, sent together: out, LSE ``[H_kv, M]``."""
         # A single query is answered without its LSE: it is asked twice.
         batches = [(q if q.shape[1] > 1 else np.repeat(q, 2, axis=1), w) for q, w in asked]
-        commands = [_query_command(slot, q, top_k, window) for q, window in batches]
+        commands = [query_command(slot, q, top_k, window) for q, window in batches]
         sizes = [q.size + q.shape[0] * q.shape[1] for q, _ in batches]
         replies = self._floats(slot, commands, sizes)
         found = []
@@ -328,32 +234,16 @@ class AttendClient:
         lane = self._lane if self._lane is not None and self._lane.usable() else None
         if lane is not None:
             silence = Silence(self.silence_seconds, lambda: self._still_there(slot.namespace))
-            body = lane.ask(_FUSED, _fused_body(slot, query), query.num_bytes, silence)
+            body = lane.ask(_FUSED, fused_body(slot, query), query.num_bytes, silence)
             if body is not None:
                 self._counted(BINARY, started)
                 return _floats(body, query.q.size).reshape(query.q.shape)
-        heads, _, dim = query.q.shape
-        command: list[Part] = ["ATTEND.PREFIX.QUERY_FUSED", slot.sid, slot.layer, heads, dim]
-        command += [query.keys.shape[1], query.keys.shape[0], query.q, query.keys, query.values]
-        command += [query.head_map, *_window(query.window)]
-        (out,) = self._floats(slot, [command], [query.q.size])
+        (out,) = self._floats(slot, [fused_command(slot, query)], [query.q.size])
         return out.reshape(query.q.shape)
 
     def sparse(self, slot: Slot, query: Query, chosen: Sparse) -> Floats:
         """``query.q`` ``[H_q, 1, D]`` over the best blocks, the tail, and the whole suffix."""
-        heads, _, dim = query.q.shape
-        name = "ATTEND.PREFIX.QUERY_SPARSE_AUTO"
-        head: list[Part] = [slot.sid, slot.layer, heads, dim, chosen.block, chosen.top]
-        head.append(query.keys.shape[0])
-        tail: list[Part] = [query.head_map]
-        tail += _window(query.window) or ([-1] if chosen.selector else [])
-        tail += [chosen.selector] if chosen.selector else []
-        if query.keys.shape[1]:
-            suffix: list[Part] = [query.keys.shape[1], query.q, query.keys, query.values]
-            command = [f"{name}_FUSED", *head, *suffix, *tail]
-        else:
-            command = [name, *head, query.q, *tail]
-        (out,) = self._floats(slot, [command], [query.q.size])
+        (out,) = self._floats(slot, [sparse_command(slot, query, chosen)], [query.q.size])
         return out.reshape(query.q.shape)
 
     # -- inside -------------------------------------------------------------------
@@ -413,45 +303,6 @@ class AttendClient:
         """
         with self._client.endpoint.connect(address) as asked:
             asked.command("PING")
-
-
-def _query_command(slot: Slot, q: Floats, top_k: int, window: int | None) -> list[Part]:
-    heads, _, dim = q.shape
-    command: list[Part] = ["ATTEND.PREFIX.QUERY", slot.sid, slot.layer, heads, dim, top_k]
-    return [*command, np.ascontiguousarray(q), *_window(window)]
-
-
-def _window(window: int | None) -> list[Part]:
-    _check_window(window)
-    return [] if window is None else [int(window)]
-
-
-def _check_window(window: int | None) -> None:
-    if window is not None and not -1 <= whole_number(window, "fa_window") <= _MAX_U32:
-        raise ValueError(f"a window is 0 to {_MAX_U32}, or -1 for the server's own, not {window}")
-
-
-def whole_number(value: Any, name: str) -> int:
-    """A Python int, or one of numpy's. Raises TypeError naming it for a float, a bool, a text."""
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{name} is a whole number, not {value}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name} is a whole number, not {value!r}") from None
-
-
-def _fused_body(slot: Slot, query: Query) -> bytes:
-    heads, rows, dim = query.q.shape
-    sid = slot.encoded
-    head = struct.pack("<H", len(sid)) + sid
-    head += struct.pack("<HHHH", slot.layer, heads, dim, query.keys.shape[0])
-    head += struct.pack("<II", rows, query.keys.shape[1])
-    parts = [head, query.q.tobytes(), query.keys.tobytes(), query.values.tobytes()]
-    parts.append(query.whole_head_map)
-    if query.window is not None and query.window >= 0:
-        parts.append(struct.pack("<I", query.window))  # without one the server takes its own
-    return b"".join(parts)
 
 
 def _text(reply: Any) -> str:

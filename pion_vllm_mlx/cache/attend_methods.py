@@ -27,13 +27,12 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from pion_vllm_mlx.cache.attend_client import (
-    AttendClient,
+from pion_vllm_mlx.cache.attend_client import AttendClient, is_missing
+from pion_vllm_mlx.cache.attend_request import (
     Query,
     Slot,
     Sparse,
     Whole,
-    is_missing,
     selector_number,
     whole_number,
 )

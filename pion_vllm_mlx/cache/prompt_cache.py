@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from pion_vllm_mlx import config
 from pion_vllm_mlx.cache import identity_names
-from pion_vllm_mlx.cache.attend_client import AttendClient, Slot
+from pion_vllm_mlx.cache.attend_client import AttendClient
 from pion_vllm_mlx.cache.attend_methods import AttendMethods
+from pion_vllm_mlx.cache.attend_request import Slot
 from pion_vllm_mlx.cache.attend_stored import content_session
 from pion_vllm_mlx.cache.boundary_settings import check_settings
 from pion_vllm_mlx.cache.completion import TokenIds, token_ids

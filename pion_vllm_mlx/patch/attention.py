@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from pion_vllm_mlx.cache.attend_client import Sparse
+from pion_vllm_mlx.cache.attend_request import Sparse
 from pion_vllm_mlx.errors import PionMlxCompatError
 from pion_vllm_mlx.kernels import api
 from pion_vllm_mlx.kernels.prefix import HEAD_DIMS, MAX_HEADS, MAX_KV_HEADS

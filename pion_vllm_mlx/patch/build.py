@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
-from pion_vllm_mlx.cache.attend_client import whole_number
+from pion_vllm_mlx.cache.attend_request import whole_number
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from pion_vllm_mlx.errors import PionMlxCompatError
 from pion_vllm_mlx.patch.attention import replacement

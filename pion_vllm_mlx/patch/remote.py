@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.cache.attend_client import AttendClient, Query, Slot, Sparse, Whole, is_missing
+from pion_vllm_mlx.cache.attend_client import AttendClient, is_missing
 from pion_vllm_mlx.cache.attend_methods import even_head_map
+from pion_vllm_mlx.cache.attend_request import Query, Slot, Sparse, Whole
 from pion_vllm_mlx.cache.attend_stored import StoredPrefix, attention_session
 from pion_vllm_mlx.errors import ColdMiss, CommandError, StoreUnavailable
 

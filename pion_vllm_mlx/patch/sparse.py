@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pion_vllm_mlx.cache.attend_client import whole_number
+from pion_vllm_mlx.cache.attend_request import whole_number
 from pion_vllm_mlx.kernels.api import Selection
 
 NAME = "sparse_full_layers"

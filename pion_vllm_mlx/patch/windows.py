@@ -14,7 +14,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.cache.attend_client import whole_number
+from pion_vllm_mlx.cache.attend_request import whole_number
 from pion_vllm_mlx.errors import PionMlxCompatError
 
 
