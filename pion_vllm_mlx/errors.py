@@ -17,6 +17,7 @@
     ├── ProtocolError              bytes on the wire that are not RESP
     ├── StoreUnavailable           the server is absent, too slow, or answers nonsense
     │   ├── DeadlineExceeded         the time a cache operation may take is over
+    │   │   └── StillStarting          an embedded server is on its way up
     │   └── GreetingRefused          the right server wants another password
     ├── DamagedData                stored bytes that do not verify
     ├── NewerFormat                a file written by a newer version
@@ -111,6 +112,10 @@ class StoreUnavailable(PionError):
 
 class DeadlineExceeded(StoreUnavailable):
     """A cache operation took longer than its deadline allows."""
+
+
+class StillStarting(DeadlineExceeded):
+    """An embedded server does not listen yet, and may soon."""
 
 
 class GreetingRefused(StoreUnavailable):

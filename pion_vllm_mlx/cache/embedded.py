@@ -27,7 +27,7 @@ from pion_vllm_mlx import config
 from pion_vllm_mlx.cache.connection import Address
 from pion_vllm_mlx.cache.data_folder import LOG_NAME, read_status
 from pion_vllm_mlx.cache.lifeline import Lifeline, greet
-from pion_vllm_mlx.errors import DeadlineExceeded, GreetingRefused, StoreUnavailable
+from pion_vllm_mlx.errors import DeadlineExceeded, GreetingRefused, StillStarting, StoreUnavailable
 
 START_SECONDS = 15.0
 GREET_SECONDS = 2.0
@@ -99,7 +99,8 @@ def attach(
     gave them. ``password`` defaults to the one in the environment.
 
     Raises ``StoreUnavailable`` when the folder cannot be written or the server does not start,
-    with what it said last, ``DeadlineExceeded`` when it takes too long.
+    with what it said last, ``StillStarting`` when that takes too long, ``DeadlineExceeded`` when
+    one is there and silent.
     """
     folder = config.data_dir() if path is None else Path(path).expanduser()
     known = password or config.ServerEnvironment.from_environment().password
@@ -232,6 +233,7 @@ def _join_or_start(folder: Path, password: str | None, times: _Times) -> Lifelin
             raise
         except StoreUnavailable as error:
             reason = str(error)  # not the error: its frames would keep a handle alive
+            silent = isinstance(error, DeadlineExceeded)
         if start is not None:
             failure = start.failure()
             if failure is not None:
@@ -241,9 +243,8 @@ def _join_or_start(folder: Path, password: str | None, times: _Times) -> Lifelin
         seconds = times.start if on_its_way else times.patience
         if now > began + seconds:
             words = start.last_words() if start is not None else ""
-            raise DeadlineExceeded(
-                f"no server of {folder} answered within {seconds:g} s: {reason} ({words})"
-            )
+            kind = DeadlineExceeded if silent else StillStarting
+            raise kind(f"no server of {folder} answered within {seconds:g} s: {reason} ({words})")
         if not on_its_way and now >= next_start:
             start = _start_server(folder)
             # A folder that stays busy is not stormed with new processes.

@@ -18,6 +18,7 @@ from pion_vllm_mlx.cache.connection import info_fields
 from pion_vllm_mlx.cache.data_folder import ServerStatus
 from pion_vllm_mlx.errors import (
     AuthenticationRequired,
+    DeadlineExceeded,
     GreetingRefused,
     ProtocolError,
     StoreUnavailable,
@@ -55,11 +56,13 @@ def greet(status: ServerStatus, password: str | None, seconds: float) -> Lifelin
     """Connect to the server of ``status``: its Unix socket, else its port on this machine.
 
     ``seconds`` is for each of the two.  Raises ``StoreUnavailable`` when neither answers in
-    time or the one that does is another server, ``GreetingRefused`` when it is the right one
-    and wants another password.
+    time or the one that does is another server, ``DeadlineExceeded`` when one of them takes the
+    connection and is silent, ``GreetingRefused`` when it is the right one and wants another
+    password.
     """
     # Text, not the error: an error kept in a local keeps the frames, and so the callers' handles.
     reason = "the server's status names no address"
+    kind: type[StoreUnavailable] = StoreUnavailable
     for address in _addresses(status):
         try:
             return _greet_at(address, status.pid, password, seconds)
@@ -67,7 +70,8 @@ def greet(status: ServerStatus, password: str | None, seconds: float) -> Lifelin
             raise
         except StoreUnavailable as error:
             reason = str(error)
-    raise StoreUnavailable(reason)
+            kind = DeadlineExceeded if isinstance(error, DeadlineExceeded) else kind
+    raise kind(reason)
 
 
 def _addresses(status: ServerStatus) -> Iterator[Address]:

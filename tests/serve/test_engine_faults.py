@@ -206,6 +206,38 @@ def test_the_server_may_die_and_come_back(engine: Engine, pion_server: RunningSe
     assert (found.tokens, found.cached) == (first.tokens, len(TEXT) - 1)
 
 
+@pytest.mark.parametrize("way", ["named", "embedded"])
+def test_a_store_that_is_silent_at_the_start_is_told_as_that_and_used_when_it_answers(
+    tmp_path: Path,
+    folders: Path,
+    pion_server: RunningServer,
+    monkeypatch: pytest.MonkeyPatch,
+    way: str,
+) -> None:
+    monkeypatch.setenv("PION_DATA_DIR", str(pion_server.dir))
+    flags = flags_of(pion_server) if way == "named" else ()
+    os.kill(pion_server.pid, signal.SIGSTOP)
+    try:
+        with running_engine(tmp_path, folders / "llama", *flags) as engine:
+            first = engine.complete(TEXT)
+            assert "no reply before the deadline" in first.receipt["why"], engine.output()
+            assert "no prefix store: " in engine.output()
+            assert engine.complete(TEXT).tokens == first.tokens
+            os.kill(pion_server.pid, signal.SIGCONT)
+            replies = []
+
+            def stored() -> int:
+                replies.append(engine.complete(f"{len(replies)}. {TEXT}"))
+                return int(engine.until_stored().get("written", 0))
+
+            until(stored, "the store is used", seconds=60)
+            engine.restart()
+            found = engine.complete(f"{len(replies) - 1}. {TEXT}")
+            assert (found.tokens, found.cached) == (replies[-1].tokens, found.prompt - 1)
+    finally:
+        os.kill(pion_server.pid, signal.SIGCONT)
+
+
 def test_server_and_engine_may_die_together(engine: Engine, pion_server: RunningServer) -> None:
     first = engine.complete(TEXT)
     engine.until_stored()

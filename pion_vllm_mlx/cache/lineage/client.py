@@ -19,11 +19,11 @@ from pion_vllm_mlx.cache.lineage.types import LineageOptions
 from pion_vllm_mlx.cache.store_client import StoreClient
 from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, parse_url
 from pion_vllm_mlx.config import ServerEnvironment
-from pion_vllm_mlx.errors import CommandError, DeadlineExceeded, StoreUnavailable
+from pion_vllm_mlx.errors import CommandError, DeadlineExceeded, StillStarting, StoreUnavailable
 
 _MOST_COMMANDS = 512
 _POLL_SECONDS = 0.05
-#: to wait for a store before the first request: one may be on its way up, or read its log.
+#: to wait for an embedded store before the first request: it may be on its way up, or read its log.
 CONNECT_SECONDS = 15.0
 
 Commands = Sequence[Sequence[Any]]
@@ -54,9 +54,10 @@ class LineageClient(StoreClient):
         self.endpoint.door.through(lambda connection: None)
 
     def reach(self, seconds: float) -> None:
-        """Waits up to ``seconds`` for a server that is slow, or on its way up, to answer.
+        """Waits up to ``seconds`` for an embedded server that is on its way up.
 
-        Raises StoreUnavailable: at once where nobody listens.
+        Raises StoreUnavailable: at once where nobody listens, after the usual deadline where
+        a server takes the connection and is silent.
         """
         ends_at = time.monotonic() + seconds
         while True:
@@ -64,7 +65,7 @@ class LineageClient(StoreClient):
                 self.open()
                 self.endpoint.door.through(lambda connection: connection.command("PING"))
                 return
-            except DeadlineExceeded:
+            except StillStarting:
                 if time.monotonic() >= ends_at:
                     raise
             while self.endpoint.door.paused() and time.monotonic() < ends_at:
