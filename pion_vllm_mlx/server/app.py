@@ -1,10 +1,10 @@
-"""Connections: bytes in, commands in order, replies out, one at a time.
+"""Connections: commands in order, replies out, one at a time.
 
-A connection executes its commands strictly in order. What needs no waiting is
-answered at once, short replies to a pipeline together; while a command waits,
-received commands queue up to a limit and then reading pauses. The transport's write
-buffer has no slack: while anything is unsent nothing more is executed, so a reader
-that stops costs one reply, or a few short ones.
+What is received and waits is ``intake``'s. A connection executes its commands strictly in
+order. What needs no waiting is answered at once, short replies to a pipeline together; while
+a command waits, received commands queue up to a limit and then reading pauses. The transport's
+write buffer has no slack: while anything is unsent nothing more is executed, so a reader that
+stops costs one reply, or a few short ones.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ import socket
 from collections.abc import Awaitable
 from typing import cast
 
-from pion_vllm_mlx.errors import CommandError, ProtocolError
 from pion_vllm_mlx.server import dispatch
 from pion_vllm_mlx.server.command import Reply
 from pion_vllm_mlx.server.direct import DirectWriter, StreamWriter, TransportWriter
 from pion_vllm_mlx.server.farewell import Farewell
-from pion_vllm_mlx.server.inbound import DeferredBulk, RefusedBulk
+from pion_vllm_mlx.server.intake import Intake
 from pion_vllm_mlx.server.outbound import Stream
 from pion_vllm_mlx.server.outcome import encoded, failed
 from pion_vllm_mlx.server.patience import Patience
@@ -28,20 +27,12 @@ from pion_vllm_mlx.server.receiving import BulkReceiver
 from pion_vllm_mlx.server.session import Client, Context, Server
 from pion_vllm_mlx.wire import resp
 from pion_vllm_mlx.wire.loopback import is_loopback, unpaced
-from pion_vllm_mlx.wire.requests import UNAUTHENTICATED
-from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Limits, RequestParser
+from pion_vllm_mlx.wire.resp import Arg
 
 log = logging.getLogger(__name__)
 
-#: commands a connection may have received and not yet executed.
-MAX_QUEUED = 256
-#: bytes that the short arguments of one command may have together.
-MAX_SHORT_BYTES = 16 << 20
 #: replies are written together up to here.
 GATHERED_REPLY_BYTES = 16 << 10
-#: a long argument that brings less than this in the stall time stands still.
-STEP_BYTES = 64 << 10
-LIMITS = Limits()
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -49,19 +40,13 @@ class Connection(asyncio.BufferedProtocol):
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.parser = RequestParser(LIMITS, self._open_bulk)
+        self.intake = Intake(bool(server.config.password), lambda: self._busy)
         self.transport: asyncio.Transport | None = None
         self.client: Client | None = None
-        self.progress = 0.0
-        self._guarded = bool(server.config.password)
-        self._step = 0
-        self._counted = 0
-        self._short_bytes = 0
         self._replies: list[bytes] = []
         self._reply_bytes = 0
         self._context: Context | None = None
         self._busy = False
-        self._deferred = False
         self._reading = True
         self._drained = asyncio.Event()
         self._drained.set()
@@ -96,7 +81,7 @@ class Connection(asyncio.BufferedProtocol):
             direct = self._direct = DirectWriter(self.transport, server.store.run)
             if isinstance(transport.get_extra_info("peername"), tuple):
                 # what a Unix socket holds is too little for a thread that also writes
-                self._receiver = BulkReceiver(self.parser, direct.own_socket, self._came)
+                self._receiver = BulkReceiver(self.intake.parser, direct.own_socket, self._came)
         else:
             # with 0 it would say that an empty buffer is full
             self.transport.set_write_buffer_limits(high=1)
@@ -114,7 +99,7 @@ class Connection(asyncio.BufferedProtocol):
         self.client = Client(server.client_ids.next(), address, local)
         self._context = Context(server, self.client, self._when_room)
         self._patience = Patience(server.config, self.client)
-        self.progress = asyncio.get_running_loop().time()
+        self.intake.begin(self._context)
         if server.is_full:
             self.transport.write(b"-ERR max number of clients reached\r\n")
             self.transport.close()
@@ -133,17 +118,14 @@ class Connection(asyncio.BufferedProtocol):
         if self._direct is not None:
             self._direct.closed = True
             self._release_socket()
-        for args in self.parser.commands:
-            dispatch.release(args)
-        self.parser.commands.clear()
-        dispatch.release(self.parser.abandon())
+        self.intake.release()
         if self.client is not None:
             self.server.keyspace.unwatch(self.client.watch)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._farewell is not None:
             return self._farewell.buffer()
-        window = self.parser.get_buffer()
+        window = self.intake.parser.get_buffer()
         assert window is not None
         self._offered = len(window)
         return window
@@ -152,14 +134,7 @@ class Connection(asyncio.BufferedProtocol):
         if self._farewell is not None:
             self._farewell.received(nbytes)
             return
-        self._step += nbytes
-        if self._step >= STEP_BYTES or not self.parser.in_bulk:
-            self._step = 0
-            self.progress = asyncio.get_running_loop().time()
-        self._parse(nbytes)
-        if self.parser.error is None and self._holds_too_much():
-            # said once what came before is answered
-            self.parser.error = ProtocolError("Protocol error: arguments are too long")
+        self.intake.received(nbytes)
         if not self._busy:
             self._pump()
         if self._receiver is not None and not self._ending:
@@ -180,38 +155,11 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- reading ---------------------------------------------------------------
 
-    def _parse(self, nbytes: int) -> None:
-        """Take in what was received, under the limits of who is known to have sent it."""
-        if self._guarded:
-            self.parser.limits = UNAUTHENTICATED if self._unknown else LIMITS
-        self.parser.buffer_updated(nbytes)
-
-    @property
-    def _unknown(self) -> bool:
-        """Whether a password is asked for and was not given."""
-        return self._guarded and self.client is not None and not self.client.authenticated
-
-    def _open_bulk(self, args: list[Arg], length: int) -> BulkTarget:
-        """A place for a long argument; it waits where earlier commands may change the answer."""
-        assert self._context is not None
-        try:
-            return dispatch.open_bulk(self._context, args, length)
-        except CommandError as error:
-            if self._busy or self.parser.commands:
-                self._deferred = True
-                return DeferredBulk(length, lambda: self._open_deferred(args, length))
-            return RefusedBulk(length, error)
-
-    def _open_deferred(self, args: list[Arg], length: int) -> BulkTarget | None:
-        if self._busy or self.parser.commands:
-            return None
-        return self._open_bulk(args, length)
-
     def _when_room(self) -> None:
         """A target has room again: take in what waits in the parse buffer, go on reading."""
         if self._ending:
             return
-        self._parse(0)
+        self.intake.parse()
         if not self._busy:
             self._pump()
         self._pause_or_resume()
@@ -222,8 +170,7 @@ class Connection(asyncio.BufferedProtocol):
             self._release_socket()
         if self._ending:
             return
-        self.progress = asyncio.get_running_loop().time()
-        self.parser.bulk_received(nbytes)
+        self.intake.came(nbytes)
         if not self._busy:
             self._pump()
         self._pause_or_resume()
@@ -241,30 +188,14 @@ class Connection(asyncio.BufferedProtocol):
         if self._ending:
             return
         assert self.transport is not None
-        wanted = (
-            len(self.parser.commands) < (1 if self._unknown else MAX_QUEUED)
-            and self.parser.error is None
-            and not self._receiving
-            and self.parser.get_buffer() is not None
-        )
+        wanted = not self._receiving and self.intake.wants_more
         if wanted and not self._reading:
-            # the silence so far was ours
-            self.progress = asyncio.get_running_loop().time()
+            self.intake.went_on()
             self._reading = True
             self.transport.resume_reading()
         elif not wanted and self._reading:
             self._reading = False
             self.transport.pause_reading()
-
-    def _holds_too_much(self) -> bool:
-        """Whether the short arguments of a half received command fill the memory."""
-        args = self.parser.args_so_far
-        if len(args) < self._counted:
-            self._counted = self._short_bytes = 0
-        new = args[self._counted :]
-        self._counted = len(args)
-        self._short_bytes += sum(len(arg) for arg in new if isinstance(arg, bytes))
-        return self._short_bytes > MAX_SHORT_BYTES
 
     def _give_up(self, reason: str) -> None:
         assert self.transport is not None
@@ -285,24 +216,18 @@ class Connection(asyncio.BufferedProtocol):
         """Execute queued commands until one has to wait, or the reader has to catch up."""
         assert self.transport is not None
         self._execute_queued()
-        while self._later and not self._busy and not self.parser.commands:
-            # a deferred argument finds its place now, and its bytes may be here already
-            self._deferred = False
-            self._parse(0)
+        intake = self.intake
+        while intake.later and not self._ending and not self._busy and not intake.commands:
+            intake.parse_deferred()
             self._execute_queued()
-        answered = not self._busy and not self.parser.commands
-        if self.parser.error is not None and answered and not self._ending:
-            self._give_up(str(self.parser.error))
-
-    @property
-    def _later(self) -> bool:
-        """Whether received bytes wait for the commands before them."""
-        return self._deferred or (self.parser.waits and not self._ending)
+        answered = not self._busy and not intake.commands
+        if intake.parser.error is not None and answered and not self._ending:
+            self._give_up(str(intake.parser.error))
 
     def _execute_queued(self) -> None:
         assert self._context is not None
-        while self.parser.commands and not self._ending and self._drained.is_set():
-            args = dispatch.opened(self.parser.commands.popleft())
+        while self.intake.commands and not self._ending and self._drained.is_set():
+            args = dispatch.opened(self.intake.commands.popleft())
             if not args:
                 continue
             result = self._start(args)
@@ -393,21 +318,14 @@ class Connection(asyncio.BufferedProtocol):
             return False
         if self._patience.unread(now, self.transport, self._direct):
             return True
-        if not self._busy and self._patience.idle(now, self.progress):
+        intake = self.intake
+        if not self._busy and self._patience.idle(now, intake.progress):
             return True
-        waiting = self.parser.mid_command or self.parser.in_bulk
-        idle = now - self.progress
-        late = waiting and not self._busy and self._reading
-        if self._patience.in_the_way(self.progress, late and self._holds and self.server.crowded):
+        late = intake.is_amid and not self._busy and self._reading
+        in_the_way = late and intake.holds and self.server.crowded
+        if self._patience.in_the_way(intake.progress, in_the_way):
             return True
-        return late and idle > self.server.config.stall_seconds
-
-    @property
-    def _holds(self) -> bool:
-        """Whether the command being received has a long argument."""
-        return self.parser.in_bulk or any(
-            not isinstance(arg, bytes) for arg in self.parser.args_so_far
-        )
+        return late and now - intake.progress > self.server.config.stall_seconds
 
     @property
     def _ending(self) -> bool:
