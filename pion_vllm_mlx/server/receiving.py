@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import select
 import socket
+import time
 from collections.abc import Callable
 
 from pion_vllm_mlx.server.inbound import DeferredBulk, StreamInbound
@@ -25,6 +26,8 @@ LEAST_BYTES = 512 << 10
 FLOWING_BYTES = 128 << 10
 #: how long a thread waits for a sender that two busy processors have not let run.
 PATIENCE_MS = 2
+#: how long a thread receives before others have a turn, and the connection is seen to go on.
+TURN_SECONDS = 0.25
 
 
 class SocketSource:
@@ -32,8 +35,13 @@ class SocketSource:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
+        self._until = 0.0
         #: set when the connection is lost
         self.stopped = False
+
+    def begin(self) -> None:
+        """A turn begins with the next ``fill``."""
+        self._until = 0.0
 
     def fill(self, view: memoryview) -> int:
         """Bytes received: fewer than fit when no more come, for whatever reason.
@@ -41,7 +49,8 @@ class SocketSource:
         The transport asks again, and finds out why.
         """
         received = 0
-        while received < len(view) and not self.stopped:
+        self._until = self._until or time.monotonic() + TURN_SECONDS
+        while received < len(view) and not self.stopped and time.monotonic() < self._until:
             try:
                 count = self._sock.recv_into(view[received:])
             except BlockingIOError:
@@ -94,10 +103,13 @@ class BulkReceiver:
             target = target.target
         if left < LEAST_BYTES or not isinstance(target, StreamInbound):
             return
+        if self._parser.get_buffer() is None:
+            return  # no room; or there was none, and what came before waits in the parser
         try:
             source = self._source = self._source or SocketSource(self._open_socket())
         except OSError:
             return  # no descriptor is left: the transport goes on
+        source.begin()
         self.running = target.receive(source.fill, self._done)
 
     def _done(self, received: int) -> None:

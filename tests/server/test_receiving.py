@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server import receiving as receiving_module
 from pion_vllm_mlx.server.inbound import TURN_BYTES, StreamInbound, WindowPool
 from pion_vllm_mlx.server.receiving import LEAST_BYTES, BulkReceiver, SocketSource
 from pion_vllm_mlx.wire.resp import Limits, RequestParser
@@ -133,6 +134,26 @@ def test_a_thread_lets_others_have_a_turn() -> None:
             await link.all_of(bytes(upload.length))
             await link.target.wait()
         assert max(upload.told) < 2 * TURN_BYTES
+
+    asyncio.run(main())
+
+
+def test_a_thread_is_not_kept_by_who_goes_on_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is still to come: the transport goes on, and the rest is received as before."""
+    monkeypatch.setattr(receiving_module, "PATIENCE_MS", 1000)
+
+    async def main() -> None:
+        upload = Upload(4 * MB)
+        async with receiving(upload) as link:
+            sent = 0
+            link.receiver.begin(MB, MB)
+            while link.receiver.running and sent < 5000:
+                sent += link.peer.send(b"x")
+                await asyncio.sleep(0.001)
+            assert not link.receiver.running, "it waits for all of the rest"
+            await link.all_of(bytes(4 * MB - sent))
+            await link.target.wait()
+        assert b"".join(upload.consumed) == b"x" * sent + bytes(4 * MB - sent)
 
     asyncio.run(main())
 
