@@ -53,6 +53,7 @@ class _Installed:
     layer: Any
 
 
+GIGABYTE = 10**9
 _MOST_GIGABYTES = 1e9
 _CURRENT: list[_Installed] = []
 
@@ -67,7 +68,8 @@ def install_vllm_mlx_backend(
 
     ``budget_gb`` caps what is stored, ``url`` says where (default: the embedded server of the
     user's data folder); ``settings`` says all of it instead of both.  The in-process tier's
-    budget is vllm-mlx's own (``--cache-memory-mb``, ``--cache-memory-percent``).
+    budget is vllm-mlx's own (``--cache-memory-mb``, ``--cache-memory-percent``); when vllm-mlx's
+    server starts, the conversations used last are read into it, a gigabyte at the most.
 
     Raises PionMlxCompatError, and changes nothing, where vllm-mlx is missing or a name that
     would be replaced is not what is known here (the message says which and how), or where the
@@ -79,7 +81,10 @@ def install_vllm_mlx_backend(
     seams = [*REPLACED, *CONSULTED, *([MLLM_PREFIX_CACHE] if has_mllm() else [])]
     check(seams)
     if settings is None:
-        settings = BackendSettings(LineageOptions(url=url, budget_bytes=int(budget_gb * 10**9)))
+        budget_bytes = int(budget_gb * GIGABYTE)
+        settings = BackendSettings(
+            LineageOptions(url=url, budget_bytes=budget_bytes, preload_bytes=GIGABYTE)
+        )
     anchors, caches = AnchorTexts(), weakref.WeakSet[PionPrefixCache]()
     cache_class = _cache_class(settings, anchors, caches)
     replacements = Replacements()

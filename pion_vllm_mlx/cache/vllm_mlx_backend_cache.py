@@ -22,6 +22,7 @@ from pion_vllm_mlx.cache.lineage.missed import NOT_RESTORED
 from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.live_tier import LiveTier, Tokens, check_length
+from pion_vllm_mlx.cache.read_ahead import ReadAhead
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Counters, LookedUp, Lookup, Miss
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
 
@@ -76,6 +77,7 @@ class PionPrefixCache:
         self.prefill_tokens_per_second = 0.0
         self.blocking = Blocking()
         self._beside = Beside()
+        self._ahead: ReadAhead | None = None
         self._looked_up = LookedUp()
 
     # What the scheduler calls ------------------------------------------------------------
@@ -148,9 +150,12 @@ class PionPrefixCache:
         return self._store.flush() if self._store is not None else False
 
     def load_from_disk(self, cache_dir: str) -> int:
-        """Open the store on this thread, which owns MLX; rows are read when they are needed."""
+        """Open the store on this thread, which owns MLX, and have the latest conversations read."""
         del cache_dir
-        self.store_or_none()
+        store = self.store_or_none()
+        if store is not None and store.bypass is None:
+            self._ahead = ReadAhead(store, self._live, self._beside)
+            self._ahead.begin()
         return 0
 
     def prepare_store(self, tokens: list[int], cache: list[Any], auxiliary: Any = None) -> None:
@@ -226,6 +231,8 @@ class PionPrefixCache:
 
         For the thread beside; None where there is nothing to ask.
         """
+        if self._ahead is not None:
+            self._ahead.stop()
         lookup = self._begun(list(tokens))
         if self._store is None or lookup.prompt_tokens < 2:
             return None

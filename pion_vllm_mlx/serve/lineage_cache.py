@@ -36,6 +36,7 @@ from pion_vllm_mlx.cache.lineage.missed import Missed
 from pion_vllm_mlx.cache.lineage.tokens import token_ids
 from pion_vllm_mlx.cache.lineage.types import KEEP_KINDS, KeepKind
 from pion_vllm_mlx.cache.live_tier import MAX_CHECKPOINTS, LiveTier
+from pion_vllm_mlx.cache.read_ahead import ReadAhead
 from pion_vllm_mlx.errors import UnsupportedCache
 from pion_vllm_mlx.serve.lineage_cache_handles import owned, recurrent, settled
 from pion_vllm_mlx.serve.lineage_cache_limits import CacheLimits, PlainCache
@@ -64,6 +65,7 @@ class LineageCache:
         self._live = LiveTier(0)
         self._store: LineageStore | None = None
         self._tiers: Tiers | None = None
+        self._ahead: ReadAhead | None = None
         self._model: Any = None
         self._counts: Counter[str] = Counter()
         self._told: set[str] = set()
@@ -93,6 +95,7 @@ class LineageCache:
         if model is self._model:
             return
         self.spread.finish()  # what is of the model before goes to its own tiers
+        self._stop_reading_ahead()
         self._model, self._tiers, self._pending = model, None, None
         self._live.clear()
         self._live = LiveTier(0)
@@ -112,6 +115,8 @@ class LineageCache:
         self._tiers = Tiers(store, self._live, recurrent(make_prompt_cache(model)))
         left = max(store.options.deadline_seconds, self._connect_by - time.monotonic())
         self._beside.ask(partial(store.connect, left))  # every look-up is behind it
+        self._ahead = ReadAhead(store, self._live, self._beside)
+        self._ahead.begin()
 
     @property
     def store(self) -> LineageStore | None:
@@ -144,6 +149,7 @@ class LineageCache:
         tiers = self._tiers
         if tiers is None:
             return meanwhile()
+        self._stop_reading_ahead()
         done = self._beside.ask(lambda: guarded(lambda: tiers.look_up(plan), None))
         found = meanwhile()
         if not waited(done, MOST_DEADLINES * tiers.store.options.deadline_seconds):
@@ -259,6 +265,7 @@ class LineageCache:
             **self._counts,
             "restores": stored.get("hits", 0),
             "resumes": self._counts["resumes"],
+            "reading_ahead": self._ahead is not None and not self._ahead.done,
             "live_bytes": self.nbytes,
             "live_entries": len(self),
             "live_evictions": self._live.evictions,
@@ -268,6 +275,10 @@ class LineageCache:
         }
 
     # -- inside -----------------------------------------------------------------
+
+    def _stop_reading_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.stop()
 
     def _complete(self, plan: Plan, tiers: Tiers, anchor: int | None) -> None:
         if plan.tiers is not tiers:  # the first of a model: nobody else is being served

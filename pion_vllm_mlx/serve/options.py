@@ -14,7 +14,7 @@ from pion_vllm_mlx import config
 from pion_vllm_mlx.serve.engine_process import EngineCommand
 from pion_vllm_mlx.serve.gate import Door, tenant_of
 from pion_vllm_mlx.serve.model_path import why_no_model
-from pion_vllm_mlx.serve.pion_flags import PionFlags, add_attend_flag, add_pion_flags
+from pion_vllm_mlx.serve.pion_flags import PionFlags, add_pion_flags, add_serve_flags
 
 DEFAULT_PORT = 8080
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -152,7 +152,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="let requests have the engine fetch images from any URL that it can reach",
     )
     add_pion_flags(parser)
-    add_attend_flag(parser)
+    add_serve_flags(parser)
     return parser
 
 

@@ -22,6 +22,7 @@ class PionFlags:
     ``host`` and ``port`` are None unless named: then the embedded server of the user's data
     folder is joined or started.  ``vquant`` None: rows keep the cache's own dtype.
     ``durable_tokens`` 0: no COMMIT. ``attend``: system prompts are attended at the store.
+    ``preload_gb``: of the conversations used last, read into memory at the start.
     """
 
     host: str | None = None
@@ -33,6 +34,7 @@ class PionFlags:
     durable_tokens: int = 0
     resume: bool = True
     attend: bool = False
+    preload_gb: float = 1.0
 
     @property
     def budget_bytes(self) -> int:
@@ -60,6 +62,7 @@ class PionFlags:
             words += ["--durable", str(self.durable_tokens)]
         words += [] if self.enabled else ["--no-pion"]
         words += ["--pion-attend"] if self.attend else []
+        words += ["--pion-preload-gb", repr(self.preload_gb)]
         return words if self.resume else [*words, "--no-resume"]
 
     @classmethod
@@ -75,6 +78,7 @@ class PionFlags:
             durable_tokens=options.durable,
             resume=not options.no_resume,
             attend=bool(vars(options).get("pion_attend")),
+            preload_gb=float(vars(options).get("pion_preload_gb") or 0),
         )
 
 
@@ -130,13 +134,21 @@ def add_pion_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_attend_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``--pion-attend``, which is serve's alone: other commands are about conversations."""
+def add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that are serve's alone, and not those of the commands beside it."""
     parser.add_argument(
         "--pion-attend",
         action="store_true",
         help="attend to system prompts at the store: their keys and values take no memory here; "
         "requests are served one at a time, and conversations live in memory only",
+    )
+    parser.add_argument(
+        "--pion-preload-gb",
+        type=_gigabytes,
+        default=1.0,
+        metavar="GB",
+        help="at the start read so much of the conversations that were used last into memory, "
+        "half of what live ones may take at the most (default: %(default)g)",
     )
 
 
@@ -144,7 +156,7 @@ def take_pion_flags(arguments: Sequence[str]) -> tuple[PionFlags, list[str]]:
     """The flags of the store, and the arguments that are left."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     add_pion_flags(parser)
-    add_attend_flag(parser)
+    add_serve_flags(parser)
     options, rest = parser.parse_known_args(list(arguments))
     return PionFlags.from_options(options), rest
 

@@ -6,6 +6,7 @@ each segment but those that only lead to their children.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from crc32c import crc32c
@@ -32,29 +33,36 @@ class Conversations:
 
     def all(self) -> list[Conversation]:
         """Every conversation, the latest used first."""
-        ranked, sizes = self._client.demand(
-            self._names.route,
-            [("ZRANGE", LRU_KEY, 0, -1, "REV", "WITHSCORES"), ("HGETALL", SIZES_KEY)],
-        )
-        used = {as_text(name): float(as_text(score)) for name, score in pairs_of(ranked)}
-        size = {as_text(name): as_int(as_text(value), 0) for name, value in pairs_of(sizes)}
-        numbers = [number for number in map(self._number_of, used) if number is not None]
-        found = []
-        for segment in self._index.segments(numbers):
-            if segment is None or not ends_here(segment):
-                continue
-            name = self._names.member(segment.number)
-            found.append(
-                Conversation(
-                    id=name,
-                    tokens=segment.end,
-                    num_bytes=size.get(name, 0),
-                    last_used=used[name],
-                    pinned=segment.pinned,
-                    segments=len(segment.up) + 1,
-                    checkpoints=segment.checkpoints,
-                )
+        used, size = self._used_and_sizes()
+        return [
+            Conversation(
+                id=(name := self._names.member(segment.number)),
+                tokens=segment.end,
+                num_bytes=size.get(name, 0),
+                last_used=used[name],
+                pinned=segment.pinned,
+                segments=len(segment.up) + 1,
+                checkpoints=segment.checkpoints,
             )
+            for segment in self._ending(used)
+        ]
+
+    def latest(self, most_bytes: int, most: int) -> list[TokenIds]:
+        """The tokens of the conversations that were used last, the latest first.
+
+        At most ``most``, and together at most ``most_bytes``: each with all that it stands on,
+        as it would be in memory. One that is larger than what is left is passed over.
+        """
+        used, size = self._used_and_sizes()
+        found: list[TokenIds] = []
+        for segment in self._ending(used):
+            if len(found) == most:
+                break
+            numbers = [number for number, _ in segment.up] + [segment.number]
+            needed = sum(size.get(self._names.member(number), 0) for number in numbers)
+            if needed <= most_bytes:
+                most_bytes -= needed
+                found.append(self._index.tokens_up_to(segment))
         return found
 
     def tokens_of(self, conversation: str) -> list[int]:
@@ -138,6 +146,22 @@ class Conversations:
         return segment
 
     # -- inside ---------------------------------------------------------------
+
+    def _used_and_sizes(self) -> tuple[dict[str, float], dict[str, int]]:
+        """When each segment was last used, the latest first, and how many bytes it takes."""
+        ranked, sizes = self._client.demand(
+            self._names.route,
+            [("ZRANGE", LRU_KEY, 0, -1, "REV", "WITHSCORES"), ("HGETALL", SIZES_KEY)],
+        )
+        used = {as_text(name): float(as_text(score)) for name, score in pairs_of(ranked)}
+        size = {as_text(name): as_int(as_text(value), 0) for name, value in pairs_of(sizes)}
+        return used, size
+
+    def _ending(self, members: Iterable[str]) -> list[Segment]:
+        """The segments of this model among ``members`` in which a conversation ends."""
+        numbers = [number for number in map(self._number_of, members) if number is not None]
+        found = self._index.segments(numbers)
+        return [segment for segment in found if segment is not None and ends_here(segment)]
 
     def _set_pin(self, number: int, pinned: bool) -> None:
         fields = {"pin": "1" if pinned else "0"}

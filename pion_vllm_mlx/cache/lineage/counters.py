@@ -14,7 +14,8 @@ class Counters:
 
     ``matches`` are the prompts that were looked up here, ``tokens_looked_up`` theirs, and
     ``tokens_restored`` what was loaded for them; a process asks the store only for what its own
-    memory has not. ``hits``, ``bytes_restored``,
+    memory has not. ``read_ahead`` and ``tokens_read_ahead`` are the conversations that were read
+    before anybody asked. ``hits``, ``bytes_restored``,
     ``restore_failures``, ``kept``, ``written``, ``bytes_written``, ``bytes_rows``,
     ``evicted``, ``damaged``, ``unavailable``; ``gone``, what others deleted while memory had it;
     what was not stored, by cause: ``queue_full``, ``over_budget``, ``contended``, ``lost``,

@@ -16,37 +16,33 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import policy
-from pion_vllm_mlx.cache.lineage.background import Background, Task, weakly
+from pion_vllm_mlx.cache.lineage.background import Background, weakly
 from pion_vllm_mlx.cache.lineage.beginnings import Beginnings
 from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
-from pion_vllm_mlx.cache.lineage.budget import OverBudget
-from pion_vllm_mlx.cache.lineage.capture import Since, Taken, capture, captured_of
 from pion_vllm_mlx.cache.lineage.client import connect
 from pion_vllm_mlx.cache.lineage.counters import Counters
 from pion_vllm_mlx.cache.lineage.endings import Endings
 from pion_vllm_mlx.cache.lineage.faults import MALFORMED, Faults
 from pion_vllm_mlx.cache.lineage.index import Index
 from pion_vllm_mlx.cache.lineage.journal import Journals, ReplyJournal
-from pion_vllm_mlx.cache.lineage.lending import Schedule, at_once, can_be_lent, lend
+from pion_vllm_mlx.cache.lineage.kept import Kept
 from pion_vllm_mlx.cache.lineage.matching import Rules, match_of
 from pion_vllm_mlx.cache.lineage.model_key import ModelKey
-from pion_vllm_mlx.cache.lineage.plan import Job
 from pion_vllm_mlx.cache.lineage.publish import Publisher
-from pion_vllm_mlx.cache.lineage.reader import DamagedPiece, Reader
+from pion_vllm_mlx.cache.lineage.reader import DamagedPiece, Loaded, Reader
 from pion_vllm_mlx.cache.lineage.recent import Recent
 from pion_vllm_mlx.cache.lineage.shape import Shape, refuse_late_quantizing
-from pion_vllm_mlx.cache.lineage.stored import Stored
 from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, Tokens, token_ids
 from pion_vllm_mlx.cache.lineage.types import (
     Cut,
-    KeepKind,
     LineageOptions,
     Match,
     Restored,
@@ -62,7 +58,7 @@ log = logging.getLogger("pion_vllm_mlx")
 anchor_length = policy.anchor_length
 
 
-class LineageStore(Stored):
+class LineageStore(Kept):
     """See the module's docstring. A store of a model that cannot be stored bypasses."""
 
     def __init__(
@@ -160,20 +156,9 @@ class LineageStore(Stored):
         if not match or self._bypass is not None:
             return None
         started = time.perf_counter()
-        try:
-            loaded = self._reader.load(match, self._key.identity, self.options.min_gain)
-        except DamagedPiece as error:
-            self._damaged(error)
-            loaded = None
-        except StoreUnavailable as error:
-            self._faults.unavailable(error)
-            loaded = None
-        except (PionError, *MALFORMED) as error:
-            self._counters.add("restore_failures", why=str(error))
-            loaded = None
+        loaded = self._loaded(match)
         if loaded is None:
             self._counters.add("misses")
-            self._recent.forget(match.tokens)
             return None
         elapsed_ms = (time.perf_counter() - started) * 1000
         self._counters.add("hits")
@@ -181,6 +166,30 @@ class LineageStore(Stored):
         self._counters.add("bytes_restored", loaded.num_bytes)
         self._counters.add(f"lane_{loaded.lane}")
         self._touch(match)
+        return Restored(loaded.caches, loaded.length, loaded.lane, loaded.num_bytes, elapsed_ms)
+
+    def read_ahead(self, tokens: TokenIds) -> Restored | None:
+        """Caches of a stored conversation that nobody has asked for yet; None where it is gone.
+
+        Neither a hit nor a use of it. May hold fewer tokens: use ``length``.
+        """
+        started = time.perf_counter()
+        try:
+            self._renew_key()
+            found = Index(self._front, self._key.names).find(tokens, whole=self._shape.wants_cuts)
+        except PionError as error:
+            self._faults.unavailable(error)
+            return None
+        asked = np.append(tokens, tokens[-1:])  # a match leaves the last token to compute
+        match = match_of(found, asked, self._key.names, self._rules)
+        loaded = self._loaded(match) if match else None
+        if loaded is None:
+            return None
+        point = match.checkpoint.length if match.checkpoint is not None else None
+        self._recent.note(tokens, match.common, match.length, point)
+        self._counters.add("read_ahead")
+        self._counters.add("tokens_read_ahead", loaded.length)
+        elapsed_ms = (time.perf_counter() - started) * 1000
         return Restored(loaded.caches, loaded.length, loaded.lane, loaded.num_bytes, elapsed_ms)
 
     def cuts(self, tokens: Tokens, match: Match, anchor: int | None = None) -> list[Cut]:
@@ -208,83 +217,6 @@ class LineageStore(Stored):
         ids, _ = token_ids(tokens)
         if ids is not None and ids.size >= policy.LEAST_NEW_TOKENS:
             self._shared.expect(ids)
-
-    def keep(
-        self,
-        tokens: Tokens,
-        caches: Sequence[Any],
-        kind: KeepKind = "final",
-        *,
-        given: bool = False,
-        schedule: Schedule = at_once,
-    ) -> bool:
-        """Has ``caches``, which hold exactly ``tokens``, stored; returns at once.
-
-        Copies what is new on this thread's stream and hands it to a background thread.
-        ``given``: nobody writes to these caches any more, so that the thread may take them
-        apart. ``schedule`` has the arrays computed, on this thread. False, and counted, where
-        they were not taken: nothing new, the queue is full, a cache that does not fit. Never
-        raises for a reason of the store.
-        """
-        take = self.keeping(tokens, caches, kind, given=given, schedule=schedule)
-        return take is not None and take()
-
-    def keeping(
-        self,
-        tokens: Tokens,
-        caches: Sequence[Any],
-        kind: KeepKind = "final",
-        *,
-        given: bool = False,
-        schedule: Schedule = at_once,
-    ) -> Callable[[], bool] | None:
-        """``keep`` in two steps: what is left to do, on this thread, before anything else is kept.
-
-        None where nothing is.
-        """
-        ids, why = token_ids(tokens)
-        if ids is None or self._bypass is not None or ids.size < self._least:
-            self._counters.add("not_kept", why=why or self._bypass or "the prompt is too short")
-            return None
-        since, known = self._recent.since(ids)
-        if since.rows == since.fresh == ids.size and (known or not self._shape.stateful):
-            self._counters.add("known")
-            return None
-        anchor = self._anchors.longest(ids)
-        anchor = anchor if since.rows < anchor else 0  # else it is stored, or inside of something
-
-        def take() -> bool:
-            try:
-                taken = self._taken(caches, int(ids.size), since, given)
-            except UnsupportedCache as error:
-                self._faults.refused(error)
-                return False
-            return self._queued(ids, kind, taken, anchor, schedule)
-
-        return take
-
-    def _queued(
-        self, ids: TokenIds, kind: KeepKind, taken: Taken, anchor: int, schedule: Schedule
-    ) -> bool:
-        """Has ``taken`` written when its arrays are scheduled; False where the queue is full."""
-        key = self._key
-
-        def write() -> None:
-            self._write(Job(ids, kind, taken.captured(), key.identity, key.names, anchor))
-
-        full: list[bool] = []
-
-        def queue() -> None:
-            if not self._background.put(Task(write, partial(self._failed, ids), taken.num_bytes)):
-                self._counters.add("queue_full", why="more waits to be stored than the queue holds")
-                self._recent.forget(ids)
-                full.append(True)
-
-        point = int(ids.size) if self._shape.stateful else None
-        self._recent.note(ids, int(ids.size), int(ids.size), point)
-        schedule(taken.arrays, queue)
-        self._counters.add("kept", not full)
-        return not full
 
     # -- journals ---------------------------------------------------------------
 
@@ -337,9 +269,22 @@ class LineageStore(Stored):
 
     # -- inside ---------------------------------------------------------------
 
-    @property
-    def _least(self) -> int:
-        return max(self.options.min_gain, FIRST_TOKENS)
+    def _loaded(self, match: Match) -> Loaded | None:
+        """What the reader has of a match; None, and said why, where it is not to be had."""
+        try:
+            loaded = self._reader.load(match, self._key.identity, self.options.min_gain)
+        except DamagedPiece as error:
+            self._damaged(error)
+            loaded = None
+        except StoreUnavailable as error:
+            self._faults.unavailable(error)
+            loaded = None
+        except (PionError, *MALFORMED) as error:
+            self._counters.add("restore_failures", why=str(error))
+            loaded = None
+        if loaded is None:
+            self._recent.forget(match.tokens)
+        return loaded
 
     def _renew_key(self) -> None:
         """The key as the model is now: an adapter may have been loaded."""
@@ -347,52 +292,6 @@ class LineageStore(Stored):
         if key is not self._key:
             self._key = key
             self._recent.clear()
-
-    def _taken(self, caches: Sequence[Any], length: int, since: Since, given: bool) -> Taken:
-        """What the background thread is to have of caches."""
-        shape, vquant = self._shape, self.options.vquant
-        if given and can_be_lent():
-            lent = lend(caches)
-            new = lent.num_bytes * (length - since.rows) // length
-            found = partial(captured_of, lent, length, since, shape, vquant)
-            return Taken(list(lent.raw.values()), found, new)
-        captured = capture(caches, length, since, shape, vquant)
-        return Taken(captured.arrays, lambda: captured, captured.num_bytes)
-
-    # on the background thread
-
-    def _write(self, job: Job) -> None:
-        if not self._swept:
-            self._swept = True
-            Publisher(self._back, job.names).sweep()
-        written = self._writer.write(job)
-        self._counters.add("written")
-        self._faults.stored()
-        self._unsealed.update(dict.fromkeys(written))
-        if self.options.durable:
-            self._back.pipeline(job.names.route, [("KV.PREFIX.COMMIT",)])
-
-    def _when_idle(self) -> None:
-        """Has new files sealed, so that the next process can map them."""
-        unsealed, self._unsealed = list(self._unsealed), {}
-        for namespace in unsealed:
-            self._back.publish(namespace)
-
-    def _failed(self, ids: TokenIds, error: BaseException) -> None:
-        self._recent.forget(ids)
-        if isinstance(error, OverBudget):
-            self._refused.expect(ids)
-        if isinstance(error, UnsupportedCache):
-            self._faults.refused(error)
-        else:
-            self._faults.failed(error)
-
-    def _in_background(self, run: Callable[[], None]) -> None:
-        def failed(error: BaseException) -> None:
-            self._counters.add("failed", why=str(error))
-
-        if not self._background.put(Task(run, failed)):
-            self._counters.add("queue_full")
 
     def _touch(self, match: Match) -> None:
         """Counts the hit at the server and marks the chain as used, behind the caller's back."""

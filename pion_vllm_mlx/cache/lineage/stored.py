@@ -86,6 +86,19 @@ class Stored:
         """
         return [] if self._bypass is not None else self._conversations().all()
 
+    def latest(self, most_bytes: int, most: int) -> list[TokenIds]:
+        """The token ids of the conversations that were used last, the latest first.
+
+        At most ``most``, and together as many as ``most_bytes`` hold. Never raises.
+        """
+        if self._bypass is not None:
+            return []
+        try:
+            return self._conversations().latest(most_bytes, most)
+        except PionError as error:
+            self._faults.unavailable(error)
+            return []
+
     def tokens_of(self, conversation: str) -> list[int]:
         """All token ids of a conversation, from its root on. Raises KeyError."""
         return self._conversations().tokens_of(conversation)

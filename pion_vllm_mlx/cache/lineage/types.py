@@ -33,6 +33,7 @@ class LineageOptions:
     dtype. ``key_parts`` are further parts of the key: tokenizer, template, adapter, API key or
     tenant.
     ``checkpoints=False`` gives exact-prefix behaviour. ``resume=False`` keeps no journal,
+    ``preload_bytes`` of the conversations that were used last are read into memory at the start.
     ``durable`` has every store flushed to stable storage. ``queue_bytes`` caps what waits to be
     written. ``kv_bits`` and ``kv_group_size`` say that the engine quantizes its KV caches, from
     the first token on where ``quantized_kv_start`` is 0. From a later one on it has plain caches
@@ -50,13 +51,14 @@ class LineageOptions:
     checkpoints: bool = True
     resume: bool = True
     durable: bool = False
+    preload_bytes: int = 0
     queue_bytes: int = 2 * GIGABYTE
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 0
 
     def __post_init__(self) -> None:
-        if self.budget_bytes < 0 or self.queue_bytes < 1:
+        if min(self.budget_bytes, self.preload_bytes) < 0 or self.queue_bytes < 1:
             raise ConfigError("a budget is no negative number, and a queue not empty")
         if self.min_gain < 1:
             raise ConfigError("min_gain must be at least 1")

@@ -1,0 +1,170 @@
+"""The side of a lineage store that takes caches, and has them written behind the caller's back.
+
+What ``keep`` costs its caller, who generates, is the copies of what is new, or nothing where the
+caches are given away; a background thread plans, writes, evicts and publishes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.lineage.background import Task
+from pion_vllm_mlx.cache.lineage.beginnings import Beginnings
+from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
+from pion_vllm_mlx.cache.lineage.budget import OverBudget
+from pion_vllm_mlx.cache.lineage.capture import Since, Taken, capture, captured_of
+from pion_vllm_mlx.cache.lineage.client import LineageClient
+from pion_vllm_mlx.cache.lineage.lending import Schedule, at_once, can_be_lent, lend
+from pion_vllm_mlx.cache.lineage.plan import Job
+from pion_vllm_mlx.cache.lineage.publish import Publisher
+from pion_vllm_mlx.cache.lineage.shape import Shape
+from pion_vllm_mlx.cache.lineage.stored import Stored
+from pion_vllm_mlx.cache.lineage.tokens import Tokens, token_ids
+from pion_vllm_mlx.cache.lineage.types import KeepKind, LineageOptions
+from pion_vllm_mlx.cache.lineage.writer import Writer
+from pion_vllm_mlx.errors import UnsupportedCache
+
+
+class Kept(Stored):
+    """What a store of one model is given to keep; one that bypasses keeps nothing."""
+
+    options: LineageOptions
+    _back: LineageClient
+    _writer: Writer
+    _shape: Shape
+    _anchors: Beginnings
+    _refused: Beginnings
+    _unsealed: dict[str, None]
+    _swept: bool
+
+    def keep(
+        self,
+        tokens: Tokens,
+        caches: Sequence[Any],
+        kind: KeepKind = "final",
+        *,
+        given: bool = False,
+        schedule: Schedule = at_once,
+    ) -> bool:
+        """Has ``caches``, which hold exactly ``tokens``, stored; returns at once.
+
+        Copies what is new on this thread's stream and hands it to a background thread.
+        ``given``: nobody writes to these caches any more, so that the thread may take them
+        apart. ``schedule`` has the arrays computed, on this thread. False, and counted, where
+        they were not taken: nothing new, the queue is full, a cache that does not fit. Never
+        raises for a reason of the store.
+        """
+        take = self.keeping(tokens, caches, kind, given=given, schedule=schedule)
+        return take is not None and take()
+
+    def keeping(
+        self,
+        tokens: Tokens,
+        caches: Sequence[Any],
+        kind: KeepKind = "final",
+        *,
+        given: bool = False,
+        schedule: Schedule = at_once,
+    ) -> Callable[[], bool] | None:
+        """``keep`` in two steps: what is left to do, on this thread, before anything else is kept.
+
+        None where nothing is.
+        """
+        ids, why = token_ids(tokens)
+        if ids is None or self._bypass is not None or ids.size < self._least:
+            self._counters.add("not_kept", why=why or self._bypass or "the prompt is too short")
+            return None
+        since, known = self._recent.since(ids)
+        if since.rows == since.fresh == ids.size and (known or not self._shape.stateful):
+            self._counters.add("known")
+            return None
+        anchor = self._anchors.longest(ids)
+        anchor = anchor if since.rows < anchor else 0  # else it is stored, or inside of something
+
+        def take() -> bool:
+            try:
+                taken = self._taken(caches, int(ids.size), since, given)
+            except UnsupportedCache as error:
+                self._faults.refused(error)
+                return False
+            return self._queued(ids, kind, taken, anchor, schedule)
+
+        return take
+
+    # -- inside ---------------------------------------------------------------
+
+    @property
+    def _least(self) -> int:
+        return max(self.options.min_gain, FIRST_TOKENS)
+
+    def _taken(self, caches: Sequence[Any], length: int, since: Since, given: bool) -> Taken:
+        """What the background thread is to have of caches."""
+        shape, vquant = self._shape, self.options.vquant
+        if given and can_be_lent():
+            lent = lend(caches)
+            new = lent.num_bytes * (length - since.rows) // length
+            found = partial(captured_of, lent, length, since, shape, vquant)
+            return Taken(list(lent.raw.values()), found, new)
+        captured = capture(caches, length, since, shape, vquant)
+        return Taken(captured.arrays, lambda: captured, captured.num_bytes)
+
+    def _queued(
+        self, ids: TokenIds, kind: KeepKind, taken: Taken, anchor: int, schedule: Schedule
+    ) -> bool:
+        """Has ``taken`` written when its arrays are scheduled; False where the queue is full."""
+        key = self._key
+
+        def write() -> None:
+            self._write(Job(ids, kind, taken.captured(), key.identity, key.names, anchor))
+
+        full: list[bool] = []
+
+        def queue() -> None:
+            if not self._background.put(Task(write, partial(self._failed, ids), taken.num_bytes)):
+                self._counters.add("queue_full", why="more waits to be stored than the queue holds")
+                self._recent.forget(ids)
+                full.append(True)
+
+        point = int(ids.size) if self._shape.stateful else None
+        self._recent.note(ids, int(ids.size), int(ids.size), point)
+        schedule(taken.arrays, queue)
+        self._counters.add("kept", not full)
+        return not full
+
+    def _in_background(self, run: Callable[[], None]) -> None:
+        def failed(error: BaseException) -> None:
+            self._counters.add("failed", why=str(error))
+
+        if not self._background.put(Task(run, failed)):
+            self._counters.add("queue_full")
+
+    # on the background thread
+
+    def _write(self, job: Job) -> None:
+        if not self._swept:
+            self._swept = True
+            Publisher(self._back, job.names).sweep()
+        written = self._writer.write(job)
+        self._counters.add("written")
+        self._faults.stored()
+        self._unsealed.update(dict.fromkeys(written))
+        if self.options.durable:
+            self._back.pipeline(job.names.route, [("KV.PREFIX.COMMIT",)])
+
+    def _when_idle(self) -> None:
+        """Has new files sealed, so that the next process can map them."""
+        unsealed, self._unsealed = list(self._unsealed), {}
+        for namespace in unsealed:
+            self._back.publish(namespace)
+
+    def _failed(self, ids: TokenIds, error: BaseException) -> None:
+        self._recent.forget(ids)
+        if isinstance(error, OverBudget):
+            self._refused.expect(ids)
+        if isinstance(error, UnsupportedCache):
+            self._faults.refused(error)
+        else:
+            self._faults.failed(error)
