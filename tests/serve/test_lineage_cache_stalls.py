@@ -18,8 +18,13 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from pion_vllm_mlx.cache.beside import Beside  # noqa: E402
 from pion_vllm_mlx.cache.layers import cache_arrays  # noqa: E402
-from pion_vllm_mlx.cache.lineage import LineageOptions  # noqa: E402
-from pion_vllm_mlx.cache.lineage.lending import bytes_of, lend  # noqa: E402
+from pion_vllm_mlx.cache.lineage import (
+    LineageOptions,  # noqa: E402
+    kept,  # noqa: E402
+)
+from pion_vllm_mlx.cache.lineage.capture import Since, capture, captured_of  # noqa: E402
+from pion_vllm_mlx.cache.lineage.lending import bytes_of, lend, lend_copies  # noqa: E402
+from pion_vllm_mlx.cache.lineage.shape import Shape  # noqa: E402
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import Ends  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache import BUSY, CacheLimits, LineageCache  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache_handles import owned  # noqa: E402
@@ -142,11 +147,15 @@ def test_handing_caches_over_computes_nothing_and_takes_as_many_calls_for_more_r
     cache.close()
 
 
+@pytest.mark.parametrize("copied", [False, True], ids=["as they are", "as copies"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_caches_that_were_lent_are_stored_as_they_were(family: str, server: RunningServer) -> None:
+def test_caches_that_were_lent_are_stored_as_they_were(
+    family: str, copied: bool, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model(family)
     prompt = token_ids(150, 3)
-    first = opened(server, model, test="lent")
+    monkeypatch.setattr(kept, "can_be_lent", lambda: not copied)
+    first = opened(server, model, test=f"lent {copied}")
     assert first.store is not None
     caches = filled(model, prompt[:149])
     logits = model(mx.array(prompt[149:])[None], cache=owned(caches))
@@ -155,7 +164,7 @@ def test_caches_that_were_lent_are_stored_as_they_were(family: str, server: Runn
     assert first.store.stats().get("written", 0) == 0  # no step has carried it yet
     first.spread.finish()
     assert first.store.flush(30)
-    again = opened(server, model, test="lent")
+    again = opened(server, model, test=f"lent {copied}")
     found = planned(again, prompt)
     assert found.restored is not None
     restored, rest = again.fetch_nearest_cache("m", PlannedPrompt(found))
@@ -167,6 +176,35 @@ def test_caches_that_were_lent_are_stored_as_they_were(family: str, server: Runn
     )
     first.close()
     again.close()
+
+
+@pytest.mark.parametrize("since", [Since(), Since(64, 64), Since(100, 90), Since(150, 150)])
+@pytest.mark.parametrize("family", [*FAMILIES, "quantized"])
+def test_copies_of_what_is_new_are_what_capture_takes(family: str, since: Since) -> None:
+    quantized = family == "quantized"
+    model = tiny_model("llama" if quantized else family)
+    caches = filled(model, token_ids(150, 3))
+    shape = Shape.of(model, None, 8 if quantized else None, 32)
+    if quantized:
+        caches = [cache.to_quantized(group_size=32, bits=8) for cache in caches]
+    lent = lend_copies(caches, since.rows)
+    mx.eval(list(lent.raw.values()))
+    found = captured_of(lent, 150, since, shape, None)
+    wanted = capture(caches, 150, since, shape, None)
+    mx.eval(wanted.arrays)
+    assert found.leaves == wanted.leaves and found.slots == wanted.slots
+    leaves = {leaf.layer: leaf for leaf in wanted.leaves}
+
+    def rows(held: Any) -> dict[tuple[Any, ...], bytes]:
+        return {
+            (one.layer, one.side, one.start, one.end): one.encoded(
+                one.start, one.end, leaves[one.layer]
+            ).tobytes()
+            for one in held.rows
+        }
+
+    assert rows(found) == rows(wanted)
+    assert dict(found.state_blobs()) == dict(wanted.state_blobs())
 
 
 def test_the_store_is_asked_and_read_beside_the_thread_that_generates(

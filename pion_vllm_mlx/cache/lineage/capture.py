@@ -188,7 +188,9 @@ def captured_of(
 def _lent_rows(part: LeafRows, lent: Lent) -> HeldRows:
     heads, dtype = part.buffer.shape[1], dtype_name(part.buffer.dtype)
     where = (part.layer, part.side, part.start, part.start + part.count)
-    return HeldRows(*where, lent.raw[id(part.buffer)], 0, heads, dtype, part.first)
+    place = id(part.buffer)
+    first = part.first - lent.first.get(place, 0)
+    return HeldRows(*where, lent.raw[place], 0, heads, dtype, first)
 
 
 def _lent_state(array: mx.array, lent: Lent) -> HeldState:

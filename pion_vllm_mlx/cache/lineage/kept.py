@@ -17,7 +17,7 @@ from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
 from pion_vllm_mlx.cache.lineage.budget import OverBudget
 from pion_vllm_mlx.cache.lineage.capture import Since, Taken, capture, captured_of
 from pion_vllm_mlx.cache.lineage.client import LineageClient
-from pion_vllm_mlx.cache.lineage.lending import Schedule, at_once, can_be_lent, lend
+from pion_vllm_mlx.cache.lineage.lending import Schedule, at_once, can_be_lent, lend, lend_copies
 from pion_vllm_mlx.cache.lineage.plan import Job
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.shape import Shape
@@ -103,9 +103,10 @@ class Kept(Stored):
     def _taken(self, caches: Sequence[Any], length: int, since: Since, given: bool) -> Taken:
         """What the background thread is to have of caches."""
         shape, vquant = self._shape, self.options.vquant
-        if given and can_be_lent():
-            lent = lend(caches)
-            new = lent.num_bytes * (length - since.rows) // length
+        if given:
+            whole = can_be_lent()
+            lent = lend(caches) if whole else lend_copies(caches, since.rows)
+            new = lent.num_bytes * (length - since.rows) // length if whole else lent.num_bytes
             found = partial(captured_of, lent, length, since, shape, vquant)
             return Taken(list(lent.raw.values()), found, new)
         captured = capture(caches, length, since, shape, vquant)

@@ -5,18 +5,18 @@ sliced, copied or looked at there. The other thread gets views of its own, as by
 them by the buffer protocol alone: it needs no stream, and no array that anybody else uses.
 
 Only for caches that nobody writes to any more: a live one that is lent would be copied whole
-by MLX before the next token is written into it. And not under CUDA, where looking at an array
-moves all of it to the host: there the new rows are copied, and the copies are looked at.
+by MLX before the next token is written into it. Under CUDA, where looking at an array moves all
+of it to the host, ``lend_copies`` has the new rows copied, and the copies are looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from pion_vllm_mlx.cache.layers import cache_arrays
 
@@ -32,10 +32,14 @@ def at_once(arrays: Sequence[mx.array], then: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class Lent:
-    """Cache objects of one's own, and the bytes of each of their arrays, by its id."""
+    """Cache objects of one's own, and the bytes of each of their arrays, by its id.
+
+    Where ``first`` names an array, only its rows from that one on.
+    """
 
     caches: list[Any]
     raw: dict[int, mx.array]
+    first: dict[int, int] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
@@ -54,6 +58,24 @@ def lend(caches: Sequence[Any]) -> Lent:
     """
     own = list(_shells(caches))
     return Lent(own, {id(array): bytes_of(array) for array in cache_arrays(own)})
+
+
+def lend_copies(caches: Sequence[Any], rows: int) -> Lent:
+    """``lend``, of copies: of plain rows only those from token ``rows`` on, of others all.
+
+    Lazy too, and as few calls.
+    """
+    lent = Lent(list(_shells(caches)), {})
+    for cache in lent.caches:
+        plain = type(cache) in (KVCache, QuantizedKVCache)
+        for array in cache_arrays([cache]):
+            if not plain:
+                lent.raw[id(array)] = bytes_of(mx.contiguous(array))
+            elif rows < cache.offset:
+                new = mx.contiguous(array[:, :, rows : cache.offset])
+                lent.raw[id(array)] = bytes_of(new)
+                lent.first[id(array)] = rows
+    return lent
 
 
 def bytes_of(array: mx.array) -> mx.array:
