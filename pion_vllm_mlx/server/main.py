@@ -1,4 +1,4 @@
-"""``pion-server``: start, listen, keep house, stop."""
+"""``pion-server``: start, listen, stop; ``chores`` is what runs in between."""
 
 from __future__ import annotations
 
@@ -8,22 +8,20 @@ import gc
 import logging
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 
 from pion_vllm_mlx import __version__
-from pion_vllm_mlx.config import EXIT_FOLDER_BUSY, EmbeddedDefaults, ServerEnvironment
+from pion_vllm_mlx.config import EXIT_FOLDER_BUSY, ServerEnvironment
 from pion_vllm_mlx.errors import (
-    CommandError,
     ConfigError,
     DamagedData,
     DataFolderBusy,
     PionError,
 )
+from pion_vllm_mlx.server import chores, log_format, metrics, options
 from pion_vllm_mlx.server import commands as commands  # fills the command table
-from pion_vllm_mlx.server import log_format, metrics, options
 from pion_vllm_mlx.server.commands.export import remove_old_exports
 from pion_vllm_mlx.server.directory import Directory
 from pion_vllm_mlx.server.ephemeral import ephemeral_folder
@@ -41,23 +39,15 @@ from pion_vllm_mlx.server.listening import (
 from pion_vllm_mlx.server.memory_limit import past_at_start, refuse_below_own_use
 from pion_vllm_mlx.server.session import Server, ServerConfig
 from pion_vllm_mlx.server.store.folder_use import left_behind
-from pion_vllm_mlx.server.store.reclaim import Reclaimer
 from pion_vllm_mlx.server.store.store import Store, StoreConfig
 
 log = logging.getLogger("pion_vllm_mlx.server")
 
-#: a log past its size is saved away after so long without a write.
-QUIET_SECONDS = 2.0
 #: under a disk budget a log gets so much of it, as long as that is enough to be worth a save.
 BUDGET_OF_LOGS = 32
 LEAST_LOG_BYTES = 1 << 20
-#: how long after a save that failed the next one is tried.
-SAVE_RETRY_SECONDS = 30.0
-#: how often dead bytes are given back, a step at a time, when no moment is quiet.
-BUSY_STEP_SECONDS = 10.0
 #: how long a stop waits for commands that run, and for readers that read slowly.
 STOP_SECONDS = 2.0
-_TICK_SECONDS = 0.25
 #: with places for so many, fewer than the default are not worth a word.
 _MANY_CLIENTS = 1000
 #: what can be done about a damaged file.
@@ -88,91 +78,6 @@ def store_config(config: ServerConfig) -> StoreConfig:
         share_equal=config.share_equal,
         salvage=config.repair or config.embedded,
     )
-
-
-async def _housekeeping(server: Server) -> None:
-    """Once a tick: flush, drop what is over, close stalled connections."""
-    store, config = server.store, server.config
-    last_flush = time.monotonic()
-    while True:
-        await asyncio.sleep(_TICK_SECONDS)
-        now = time.monotonic()
-        if config.appendfsync == "everysec" and now - last_flush >= 1.0 and store.flush_soon():
-            last_flush = now
-            await _guarded("flushing", store.flush)
-        await _guarded("dropping old prefixes", store.expire)
-        await _guarded("closing files", store.close_retired)
-        await _guarded("telling other workers", partial(_exchange, server))
-        for connection in list(server.connections.values()):
-            if connection.stalled(asyncio.get_running_loop().time()):
-                connection.abort()
-
-
-async def _exchange(server: Server) -> None:
-    """What other workers hit here counts as used; a claim of which nothing came is released."""
-    directory, store = server.directory, server.store
-    for namespace in directory.exchange():
-        for session in store.state.sides(namespace):
-            store.state.touch(session)
-    if not store.write_lock.locked():
-        directory.release()
-
-
-async def _upkeep(server: Server) -> None:
-    """Save a long log, and give dead bytes back, mostly in quiet moments; may take a while."""
-    store = server.store
-    reclaimer = Reclaimer(store)
-    next_save, last_step = 0.0, time.monotonic()
-    while True:
-        await asyncio.sleep(_TICK_SECONDS)
-        now = time.monotonic()
-        if now >= next_save and store.saver.due(QUIET_SECONDS):
-            saved = await _guarded("saving", store.save_in_steps)
-            next_save = now + (0 if saved else SAVE_RETRY_SECONDS)
-        if now >= min(store.last_write + QUIET_SECONDS, last_step + BUSY_STEP_SECONDS):
-            last_step = now
-            await _guarded("reclaiming", reclaimer.step)
-
-
-async def _keyspace_chores(server: Server) -> None:
-    """Once a tick: delete keys past their deadline, flush their log, save a long one."""
-    keyspace, config = server.keyspace, server.config
-    last_flush = time.monotonic()
-    next_save = 0.0
-    while True:
-        await asyncio.sleep(_TICK_SECONDS)
-        now = time.monotonic()
-        await _guarded("deleting old keys", keyspace.reap)
-        if config.appendfsync == "everysec" and now - last_flush >= 1.0 and keyspace.flush_soon():
-            last_flush = now
-            await _guarded("flushing", keyspace.flush)
-        if now >= next_save and keyspace.save_soon(QUIET_SECONDS):
-            saved = await _guarded("saving", keyspace.save)
-            next_save = now + (0 if saved else SAVE_RETRY_SECONDS)
-
-
-async def _guarded(what: str, work: Callable[[], Awaitable[object]]) -> bool:
-    """Whether it went well: a failing disk must not end housekeeping."""
-    try:
-        await work()
-    except (OSError, CommandError) as error:
-        log.error("%s failed: %s", what, error)
-        return False
-    return True
-
-
-async def _until_deserted(server: Server, defaults: EmbeddedDefaults) -> None:
-    """Return when an embedded server has had no client for its idle time."""
-    patience = defaults.first_client_seconds
-    lonely_since, seen = time.monotonic(), 0
-    while True:
-        await asyncio.sleep(_TICK_SECONDS)
-        if server.clients or server.connections_total > seen:
-            seen = server.connections_total
-            lonely_since = time.monotonic()
-            patience = defaults.idle_exit_seconds
-        elif time.monotonic() - lonely_since > patience:
-            return
 
 
 def _left_behind(config: ServerConfig) -> str:
@@ -243,26 +148,20 @@ async def serve(config: ServerConfig, open_doors: OpenDoors, directory: Director
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop_by_signal)
-    chores = [loop.create_task(work(server)) for work in (_housekeeping, _upkeep, _keyspace_chores)]
-    if config.embedded:
-        deserted = loop.create_task(_until_deserted(server, EmbeddedDefaults()))
-        deserted.add_done_callback(lambda task: server.stopping.set())
-        chores.append(deserted)
+    tasks = chores.begin(server)
     await server.stopping.wait()
-    await _stop(server, listeners, chores)
+    await _stop(server, listeners, tasks)
 
 
-async def _stop(
-    server: Server, listeners: list[Listener], chores: list[asyncio.Task[None]]
-) -> None:
+async def _stop(server: Server, listeners: list[Listener], tasks: list[asyncio.Task[None]]) -> None:
     """Stop listening, let running commands end, bring everything to disk."""
     for listener in listeners:
         listener.close()
     if server.config.unixsocket is not None and server.config.workers == 1:
         server.config.unixsocket.unlink(missing_ok=True)
-    for chore in chores:
-        chore.cancel()
-    await asyncio.gather(*chores, return_exceptions=True)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     running = [c.running for c in server.connections.values() if c.running is not None]
     if running:
         await asyncio.wait(running, timeout=STOP_SECONDS)

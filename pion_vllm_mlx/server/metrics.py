@@ -87,6 +87,12 @@ def _process(server: Server) -> Iterator[Sample]:
     yield Sample("connected_clients", "gauge", len(server.clients), "Open connections.")
     yield Sample("connections", "counter", server.connections_total, "Connections so far.")
     yield Sample("commands", "counter", server.commands_total, "Commands so far.")
+    yield Sample(
+        "housekeeping_errors",
+        "counter",
+        server.housekeeping_errors,
+        "Bugs that ended a round of upkeep; the log has them.",
+    )
 
 
 def _store(server: Server) -> Iterator[Sample]:

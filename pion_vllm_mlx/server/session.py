@@ -157,6 +157,8 @@ class Server:
     last_save: int = 0
     #: connections that are not clients yet: TLS has not been agreed on.
     handshakes: int = 0
+    #: how often a bug has ended something that the server does by itself.
+    housekeeping_errors: int = 0
 
     def __post_init__(self) -> None:
         self.client_ids = ClientIds(self.config.worker, self.config.workers)

@@ -27,6 +27,7 @@ ALONE = "stats_of_one_worker_because"
 _OWN = (
     "kvprefix_", "registered_prefixes", "total_prefix_tokens", "vstore_", "disk_", "used_memory",
     "memory_store_bytes", "connected_clients", "total_co", "attend_bytes", "in_flight_bytes",
+    "housekeeping_errors",
 )  # fmt: skip
 _OF_ONE = ("worker_id", "worker_process_id", "affinity_port")
 _CLEAR = "\x1b[H\x1b[2J"
@@ -159,6 +160,9 @@ def report_lines(url: str, now: Numbers, before: Numbers) -> list[str]:
         f"{_number(now, 'total_commands_processed'):,} commands"
         f"{rate('total_commands_processed')}",
     ]
+    errors = _number(now, "housekeeping_errors")
+    if errors:
+        lines.append(f"  upkeep    ended {errors:,} times by a bug: the server's log has it")
     if now.get("db0"):
         lines.append(f"  keys      {now['db0'].partition(',')[0].removeprefix('keys=')}")
     return lines

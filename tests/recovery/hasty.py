@@ -20,7 +20,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pion_vllm_mlx.server import launcher, main
+from pion_vllm_mlx.server import chores, launcher, main
 from pion_vllm_mlx.server.keyspace import changes
 from pion_vllm_mlx.server.store import compaction, saving, space
 
@@ -29,9 +29,9 @@ _ROOT = Path(__file__).parents[2]
 
 def hurry() -> None:
     """Let the upkeep of a server of this process wait for nothing."""
-    main._TICK_SECONDS = 0.01
-    main.QUIET_SECONDS = 0.02
-    main.BUSY_STEP_SECONDS = 0.05
+    chores._TICK_SECONDS = 0.01
+    chores.QUIET_SECONDS = 0.02
+    chores.BUSY_STEP_SECONDS = 0.05
     saving.BUSY_FACTOR = 0
     changes.PIECE_BYTES = 300_000
     compaction.MIN_DEAD_BYTES = 16 << 10

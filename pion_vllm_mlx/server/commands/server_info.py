@@ -80,6 +80,7 @@ def _stats(server: Server) -> Pairs:
     return [
         ("total_connections_received", server.connections_total),
         ("total_commands_processed", server.commands_total),
+        ("housekeeping_errors", server.housekeeping_errors),
     ]
 
 
