@@ -32,7 +32,7 @@ from pion_vllm_mlx.kernels.problem import (
     with_queries,
 )
 from pion_vllm_mlx.kernels.reference import top_blocks
-from pion_vllm_mlx.kernels.threads import in_threads
+from pion_vllm_mlx.kernels.threads import cores, in_threads
 from pion_vllm_mlx.kernels.weighing import Running, weigh, weigh_codes, weigh_pieces
 from pion_vllm_mlx.kernels.widening import Floats, widened
 
@@ -46,8 +46,9 @@ _STRIPS = 16
 _CODES_ROWS = 4
 # Below this a thread costs more than it saves: about a tenth of a millisecond.
 _INLINE_COST = 512 * 1024
-# Of products with a vector, which BLAS spreads over its own threads where that pays.
+# Products with a vector are not cut at tokens below this, and a thread takes heads for this much.
 _INLINE_VECTOR_COST = 4 * 1024 * 1024
+_THREAD_VECTOR_COST = 1024 * 1024
 _MOST_PIECES = 16
 
 Item = TypeVar("Item")
@@ -220,8 +221,7 @@ class CpuKernels(Kernels):
         )
         pieces = _inline_pieces(rows, ranges, job.suffix, shape)
         if pieces:
-            with np.errstate(all="ignore"):
-                return grouped.returned(weigh_pieces(grouped.rows, pieces))
+            return grouped.returned(_weigh_heads(grouped.rows, pieces))
         chunks = chunks_of(rows, ranges, shape)
         if job.suffix is not None:
             chunks += suffix_chunks(job.suffix, grouped.groups, shape, grouped.num_queries)
@@ -308,6 +308,24 @@ def _inline_pieces(
         return []
     pieces = [(rows[0].read([one]), rows[1].read([one])) for one in ranges]
     return pieces if suffix is None else [*pieces, (suffix.keys, suffix.values)]
+
+
+def _weigh_heads(q: Floats, pieces: list[tuple[Floats, Floats]]) -> Running:
+    """``q [U, 1, D]`` over K and V ``[U, n, D]``, heads dealt to threads where that pays.
+
+    Heads know nothing of each other: the bytes are the same, however many threads there are.
+    """
+    num_tokens = sum(keys.shape[1] for keys, _ in pieces)
+    num_parts = min(cores(), len(q), int(cost_of(num_tokens, q.shape) / _THREAD_VECTOR_COST))
+
+    def work(heads: slice) -> Running:
+        with np.errstate(all="ignore"):
+            return weigh_pieces(q[heads], [(keys[heads], values[heads]) for keys, values in pieces])
+
+    if num_parts < 2:
+        return work(slice(None))
+    each = -(-len(q) // num_parts)
+    return Running.of(in_threads([slice(at, at + each) for at in range(0, len(q), each)], work))
 
 
 def _summed(statistics: Floats, q: Floats) -> Floats:

@@ -30,6 +30,12 @@ class Running:
     total: Floats
     out: Floats
 
+    @classmethod
+    def of(cls, parts: Sequence[Running]) -> Running:
+        """Results of heads that follow each other."""
+        fields = zip(*((one.highest, one.total, one.out) for one in parts), strict=True)
+        return cls(*(np.concatenate(field) for field in fields))
+
     def add(self, other: Running) -> None:
         """Take in the result over other tokens."""
         highest = np.maximum(self.highest, other.highest)

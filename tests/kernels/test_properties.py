@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +15,7 @@ import pytest
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.kernels import api, transfer
 from pion_vllm_mlx.kernels.api import Attended, Prefix, Selection, Suffix
-from pion_vllm_mlx.kernels.threads import in_threads
+from pion_vllm_mlx.kernels.threads import cores, in_threads
 from pion_vllm_mlx.kernels.widening import widened
 from tests.kernels import cases
 
@@ -208,6 +212,24 @@ def test_equal_requests_give_equal_bytes_from_any_thread(
         assert len(set(threads.map(run, range(12)))) == 1
 
 
+@pytest.mark.parametrize(("stored", "num_heads"), [("fp32", 8), ("fp32", 5), ("fp16", 8)])
+def test_how_many_cores_there_are_does_not_change_a_byte(
+    stored: str, num_heads: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of one query are dealt to cores, chunks of others."""
+    prefix = cases.prefix(rng, (num_heads, 2500, 128), stored)
+    suffix = cases.suffix(rng, (num_heads, 3, 128))
+    q = cases.values(rng, (num_heads, 128), "fp32")
+    found = set()
+    for count in (1, 2, 3, 16):
+        monkeypatch.setattr(os, "cpu_count", lambda count=count: count)
+        cores.cache_clear()
+        attended = api.attend_fused(q, prefix, suffix)
+        found.add(attended.out.tobytes() + attended.lse.tobytes())
+    cores.cache_clear()
+    assert len(found) == 1
+
+
 def test_where_a_query_lies_in_memory_does_not_change_a_byte(rng: np.random.Generator) -> None:
     prefix = cases.prefix(rng, (2, 700, 64), "fp32")
     q = cases.values(rng, (2, 3, 64), "fp32")
@@ -238,6 +260,18 @@ def test_an_error_in_a_thread_is_raised_and_every_item_is_done_once() -> None:
     assert sorted(done) == list(range(60))
     with pytest.raises(CommandError, match="seventy"):
         in_threads(range(50, 90), work)
+
+
+def test_threads_that_wait_hold_nothing_of_what_they_did() -> None:
+    items = [np.zeros(1) for _ in range(8)]
+    held = [weakref.ref(item) for item in items]
+    assert in_threads(items, lambda item: time.sleep(0.01)) == [None] * 8
+    items.clear()
+    ends_at = time.monotonic() + 10
+    while any(one() is not None for one in held) and time.monotonic() < ends_at:
+        time.sleep(0.01)  # one that came too late is just finding out
+    gc.collect()
+    assert [one() for one in held] == [None] * 8
 
 
 def test_statistics_are_computed_once_and_only_a_few_are_kept(rng: np.random.Generator) -> None:
