@@ -217,7 +217,7 @@ def test_how_many_cores_there_are_does_not_change_a_byte(
     stored: str, num_heads: int, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Heads of one query are dealt to cores, chunks of others."""
-    prefix = cases.prefix(rng, (num_heads, 2500, 128), stored)
+    prefix = cases.prefix(rng, (num_heads, 3500, 128), stored)
     suffix = cases.suffix(rng, (num_heads, 3, 128))
     q = cases.values(rng, (num_heads, 128), "fp32")
     found = set()
@@ -265,7 +265,7 @@ def test_an_error_in_a_thread_is_raised_and_every_item_is_done_once() -> None:
 def test_threads_that_wait_hold_nothing_of_what_they_did() -> None:
     items = [np.zeros(1) for _ in range(8)]
     held = [weakref.ref(item) for item in items]
-    assert in_threads(items, lambda item: time.sleep(0.01)) == [None] * 8
+    assert in_threads(tuple(items), lambda item: time.sleep(0.01)) == [None] * 8
     items.clear()
     ends_at = time.monotonic() + 10
     while any(one() is not None for one in held) and time.monotonic() < ends_at:
