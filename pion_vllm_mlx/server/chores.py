@@ -155,6 +155,7 @@ def _of_keys(server: Server) -> list[Duty]:
         Duty("deleting old keys", keyspace.reap),
         Duty("flushing", keyspace.flush, flush_is_due),
         Duty("saving", keyspace.save, save_is_due, SAVE_RETRY_SECONDS),
+        Duty("relieving a full disk", keyspace.relieve),
     ]
 
 

@@ -73,6 +73,12 @@ class Verb(IntEnum):
     FLUSH = 16
 
 
+#: what only takes away.
+FREEING = frozenset(
+    (Verb.DELETE, Verb.HDEL, Verb.ZREM, Verb.SREM, Verb.RPOP, Verb.LPOP, Verb.FLUSH)
+)
+
+
 @dataclass(frozen=True)
 class Change(Record):
     """One effect. The table of the module says what the parts are."""

@@ -3,11 +3,16 @@
 Everything but the log's bytes happens on the event loop. Under the write lock a
 command's changes are worked out at one moment, logged, then applied: nobody sees
 what is not logged, and the keys a command read are as it saw them.
+
+On a full disk changes that only take away are logged in a reserve. What they free lies in the
+log and in the snapshot, and is given back by a save once what lives fits beside them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +20,7 @@ from typing import cast
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.keyspace.changes import (
+    FREEING,
     MAX_BATCH_BYTES,
     Change,
     Verb,
@@ -27,7 +33,9 @@ from pion_vllm_mlx.server.keyspace.recovery import Paths, Recovered, recover, sn
 from pion_vllm_mlx.server.keyspace.sizes import entry_bytes
 from pion_vllm_mlx.server.store.files import publish, refusals
 from pion_vllm_mlx.server.store.records import Record
+from pion_vllm_mlx.server.store.reserve import RESERVE_BYTES, Reserve, is_full
 from pion_vllm_mlx.server.store.store import StoreConfig
+from pion_vllm_mlx.server.store.wal import Wal
 
 #: how many keys past their deadline one tick deletes at most.
 _REAPED = 10_000
@@ -38,6 +46,10 @@ _LEAST_GIVEN = 64 << 10
 _PART_GIVEN = 8
 #: how long after one that failed the next is tried.
 _GIVE_AGAIN_SECONDS = 10.0
+#: a full disk is relieved of no less.
+_LEAST_RELIEF = 4 << 10
+#: looking whether a full disk can be relieved takes this part of the time at most.
+_PART_LOOKING = 20
 
 
 class Watch:
@@ -78,8 +90,14 @@ class Keyspace:
         #: how many keys there were, and bytes of log, when their bytes were counted
         self._counted = (-1, 0)
         self._live_bytes = 0
+        self._look_again = 0.0
         if found and found.salvaged and found.wal.enabled:
             self._save_files()
+        self._reserve = (
+            Reserve(self._paths.reserve) if config and config.wal and self._paths else None
+        )
+        if self._reserve is not None:
+            self._reserve.fill()
 
     @classmethod
     def open(cls, config: StoreConfig) -> Keyspace:
@@ -102,6 +120,7 @@ class Keyspace:
         ``build`` may refuse by raising CommandError; then nothing happens.
         """
         await asyncio.shield(asyncio.create_task(self._commit(build)))
+        await self.relieve()  # who deletes to make room has it with the answer
 
     async def _commit(self, build: Callable[[], Sequence[Record]]) -> None:
         async with self._lock:
@@ -135,9 +154,22 @@ class Keyspace:
         return [*reaped, *changes]
 
     def _append(self, changes: Sequence[Change]) -> None:
-        if self.wal is not None:
-            for piece in pieces(changes):
-                self.wal.append([piece])
+        """Log; on a full disk what only frees has the reserve. Blocks; raises CommandError."""
+        if self.wal is None:
+            return
+        try:
+            self._log(self.wal, changes)
+        except CommandError as error:
+            frees = all(one.verb in FREEING for one in changes)
+            fits = size_of(changes) < RESERVE_BYTES
+            if not (is_full(error) and frees and fits and self._reserve and self._reserve.give()):
+                raise
+            self._log(self.wal, changes)
+
+    @staticmethod
+    def _log(wal: Wal, changes: Sequence[Change]) -> None:
+        for piece in pieces(changes):
+            wal.append([piece])
 
     async def _run(self, work: Callable[[], None]) -> None:
         if self.wal is not None:
@@ -196,6 +228,37 @@ class Keyspace:
             refusals.tell("SAVE", error)
             raise CommandError(f"SAVE failed: {error}") from error
 
+    async def relieve(self) -> None:
+        """Fill the reserve again; on a full disk save what lives, where that fits."""
+        if self._reserve is None or self._reserve.held:
+            return
+
+        async def locked() -> None:
+            async with self._lock:
+                await self._run(self._relieve)
+            self.on_saved()
+
+        await asyncio.shield(asyncio.create_task(locked()))
+
+    def _relieve(self) -> None:
+        """Blocks. No failure of the disk is an error here: it is full, and stays so."""
+        assert self._reserve is not None and self._paths is not None and self.wal is not None
+        self._reserve.fill()
+        begun = time.monotonic()
+        if self._reserve.held or begun < self._look_again:
+            return
+        live_bytes = self._count_live_bytes()
+        self._look_again = begun + _PART_LOOKING * (time.monotonic() - begun)
+        disk = os.statvfs(self._paths.folder)
+        wasted_bytes = self.wal.size + self._saved_bytes - live_bytes
+        if live_bytes < disk.f_bavail * disk.f_frsize and wasted_bytes >= _LEAST_RELIEF:
+            with contextlib.suppress(OSError):
+                self._save_files()
+        self._reserve.fill()
+
+    def _count_live_bytes(self) -> int:
+        return sum(entry_bytes(key, entry.value) for key, entry in self.data.entries.items())
+
     async def give_back(self) -> None:
         """Save, if deleted and overwritten values are much of what is on disk."""
         async with self._giving:
@@ -221,8 +284,7 @@ class Keyspace:
             return 0
         counted_keys, counted_bytes = self._counted
         if abs(keys - counted_keys) > keys // _PART_GIVEN or abs(nbytes - counted_bytes) > worth:
-            entries = self.data.entries.items()
-            self._live_bytes = sum(entry_bytes(key, entry.value) for key, entry in entries)
+            self._live_bytes = self._count_live_bytes()
             self._counted = (keys, nbytes)
         wasted = held - self._live_bytes
         return wasted if wasted >= worth else 0

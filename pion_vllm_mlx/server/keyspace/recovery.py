@@ -43,6 +43,10 @@ class Paths:
     def wal(self) -> Path:
         return self.folder / f"pion.wal.{self.worker}"
 
+    @property
+    def reserve(self) -> Path:
+        return self.folder / f"pion.reserve.keys.{self.worker}{TEMPORARY}"
+
 
 @dataclass
 class Recovered:

@@ -1,23 +1,30 @@
 """A little room on the disk that only records which free some may take.
 
-Who drops a prefix because the disk is full needs room for the record that says so. The
+Who drops a prefix or a key because the disk is full needs room for the record that says so. The
 reserve is a file without a name: a process that ends in any way leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 
+from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.files import FileHandle, pwrite_all
 
 #: records of a few hundred drops; systems give out 4 or 16 KB at a time.
 RESERVE_BYTES = 64 << 10
 
 
+def is_full(error: CommandError) -> bool:
+    """Whether a log refused a record because the disk has no room."""
+    return getattr(error.__cause__, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
+
+
 class Reserve:
-    """The reserve of one worker; ``path``: its name for the moment in which it has one.
+    """The reserve of one log; ``path``: its name for the moment in which it has one.
 
     For one thread at a time.
     """

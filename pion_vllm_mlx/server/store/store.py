@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import sys
 import time
@@ -31,7 +30,7 @@ from pion_vllm_mlx.server.store.files import raise_file_limit
 from pion_vllm_mlx.server.store.folder_use import FolderUse
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record, told_sids
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
-from pion_vllm_mlx.server.store.reserve import Reserve
+from pion_vllm_mlx.server.store.reserve import Reserve, is_full
 from pion_vllm_mlx.server.store.saving import Saver
 from pion_vllm_mlx.server.store.sealing import SealJob, begin_seal
 from pion_vllm_mlx.server.store.segments import Region, Segment
@@ -190,9 +189,8 @@ class Store:
         try:
             return wal.append(records)
         except CommandError as error:
-            full = getattr(error.__cause__, "errno", 0) in (errno.ENOSPC, errno.EDQUOT)
             drops = all(isinstance(record, (Drop, DropStates)) for record in records)
-            if not (full and drops and self._reserve is not None and self._reserve.give()):
+            if not (is_full(error) and drops and self._reserve and self._reserve.give()):
                 raise
         return wal.append(records)
 
