@@ -15,7 +15,7 @@ import pytest
 
 from pion_vllm_mlx.server.main import main
 from tests.conftest import RunningServer, free_port_block
-from tests.server.wire import Wire, request
+from tests.server.wire import Wire, request, settle
 
 redis = pytest.importorskip("redis")
 
@@ -139,6 +139,32 @@ def test_rows_come_back_bit_identical_in_every_form(tls: Wire) -> None:
     expected = struct.unpack(f"<{1000 * width}e", blob[10 * width : 2010 * width])
     assert floats == struct.pack(f"<{1000 * width}f", *expected)
     assert tls.ask("KV.PREFIX.DROP", "ns") == 1
+
+
+def test_uploads_that_break_off_or_stop_hold_up_nobody_and_leave_nothing(
+    shared_tls: TlsServer, pairs: tuple[Pair, Pair], tls: Wire
+) -> None:
+    rows, width = 6000, 1024
+    tls.ok("KV.PREFIX.REGISTER", "up", width, "fp16")
+    blob = b"".join(struct.pack("<H", n % 30_000) * width for n in range(rows))
+    half, whole = (
+        request("V.STOREBATCH", "up_pk", layer, 0, rows, blob, "FMT", "STORED") for layer in (0, 1)
+    )
+    gone, stopped, one = (secured(shared_tls.port, pairs[0].cert) for _ in range(3))
+    with stopped, one:
+        with gone:
+            gone.send(half[: 9 << 20])
+        stopped.send(half[: 3 << 20])
+        one.send(whole + request("PING"))
+        assert [one.reply(), one.reply()] == ["OK", "PONG"]
+        fetch = ("V.FETCH", "up_pk", 1, "RANGE", 0, rows, "FMT", "STORED")
+        assert one.ask(*fetch) == blob
+        assert tls.ask("V.FETCH", "up_pk", 0, "RANGE", 0, 1) is None
+        stopped.send(half[3 << 20 :])
+        assert stopped.reply() == "OK"
+    assert tls.ask("V.FETCH", "up_pk", 0, "RANGE", 0, rows, "FMT", "STORED") == blob
+    settle(tls)
+    assert tls.ask("KV.PREFIX.DROP", "up") == 1
 
 
 def test_a_reader_that_stops_costs_no_more_than_windows(
