@@ -66,6 +66,7 @@ class Tally:
     launcher_kills: int = 0
     start_kills: int = 0
     writing: int = 0
+    uploading: int = 0
     mapping: int = 0
     saving: int = 0
     mapping_or_saving: int = 0
@@ -85,9 +86,10 @@ class Tally:
         """One line."""
         return (
             f"seed {self.seed}: {self.kills} kills ({self.launcher_kills} of a launcher, "
-            f"{self.start_kills} while starting), in flight: {self.writing} write, "
-            f"{self.mapping} MAP, {self.saving} SAVE, {self.exporting} EXPORT, "
-            f"{self.temporary} half-written snapshots or logs, {self.orphans} unnamed segments; "
+            f"{self.start_kills} while starting), in flight: {self.writing} write "
+            f"({self.uploading} of megabytes), {self.mapping} MAP, {self.saving} SAVE, "
+            f"{self.exporting} EXPORT, {self.temporary} half-written snapshots or logs, "
+            f"{self.orphans} unnamed segments; "
             f"{self.acknowledged} writes acknowledged, {self.bytes_checked / 1e6:.0f} MB checked, "
             f"{self.hits} complete prefixes, {self.files} mapped or exported files, "
             f"{self.evicted} evicted, {self.expired} expired, {self.sealed} sealed segments opened"
@@ -279,7 +281,7 @@ class KillLoop:
 
     def _wait_for_a_moment(self) -> int:
         """Let the clients work for a while; the one that has just sent what was waited for."""
-        kinds = {"": 3, "write": 2, "long": 4, "map": 5, "save": 5, "export": 2}
+        kinds = {"": 3, "write": 2, "long": 2, "upload": 4, "map": 5, "save": 5, "export": 2}
         kind = self.chance.choices(list(kinds), list(kinds.values()))[0]
         time.sleep(self.chance.uniform(0.02, 0.2))
         sender = self.moment.wait_for(kind, seconds=0.5) if kind else -1
@@ -336,6 +338,7 @@ class KillLoop:
                 kinds |= client.sending.kinds
         tally = self.tally
         tally.writing += "write" in kinds
+        tally.uploading += "upload" in kinds
         tally.mapping += "map" in kinds
         tally.saving += "save" in kinds
         tally.mapping_or_saving += bool(kinds & {"map", "save"})

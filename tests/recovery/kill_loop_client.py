@@ -30,6 +30,8 @@ from tests.server.wire import Refusal, Wire
 NARROW, WIDE = 64, 1024  # values a row: 128 bytes, 2 KB
 #: rows and states from here on do not ride in the log.
 LONG_BYTES = 64 << 10
+#: rows from here on are written while they arrive, by the thread that receives them.
+UPLOAD_BYTES = 1 << 20
 
 
 @dataclass
@@ -148,8 +150,9 @@ class Client:
     def _write(self, wire: Wire, prefix: Prefix, words: Words, *results: Content) -> object:
         """A write of a prefix; the first of ``results`` is what it makes of it."""
         prefix.possible = results
-        long = any(isinstance(word, bytes) and len(word) >= LONG_BYTES for word in words)
-        answer = self._ask(wire, words, "write", *(["long"] if long else []))
+        longest = max(len(word) for word in words if isinstance(word, (bytes, str)))
+        kinds = ["long"] * (longest >= LONG_BYTES) + ["upload"] * (longest >= UPLOAD_BYTES)
+        answer = self._ask(wire, words, "write", *kinds)
         prefix.possible = ()
         if isinstance(answer, Refusal):
             self._refused(prefix, answer)
@@ -209,8 +212,8 @@ class Client:
     def _rows(self, wire: Wire, prefix: Prefix) -> None:
         self._unfinish(wire, prefix)
         size = self.chance.choices((2_000, 40_000, 90_000, 190_000), (4, 4, 5, 2))[0]
-        if prefix.width == WIDE and self.chance.random() < 0.1:
-            size = 1_300_000  # more than is received into memory
+        if prefix.width == WIDE and self.chance.random() < 0.15:
+            size = self.chance.choice((1_300_000, 5_000_000))  # more than is received into memory
         count = max(1, size // prefix.row_bytes)
         sid = prefix.name + self.chance.choice(SIDES)
         layer, layout = self.chance.randrange(LAYERS), self.chance.choice(("HND", "NHD"))
@@ -325,7 +328,8 @@ class Client:
         seen = look(wire, self.prefixes)
         for prefix, shown in zip(self.prefixes, seen, strict=True):
             known = [prefix.content, *prefix.possible]
-            self._compare(prefix, shown, known)
+            passed = before < prefix.until[1] and prefix.until[0] <= time.time()
+            self._compare(prefix, shown, known, going=passed)
             assert not shown.content.rows or before < prefix.until[1], f"{prefix.name} is back"
             prefix.content, prefix.possible = shown.content, ()
             if not shown.content.whole():
