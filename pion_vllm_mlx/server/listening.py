@@ -230,6 +230,9 @@ class _Acceptor:
         asyncio.get_running_loop().add_reader(self.sock.fileno(), self._ready)
 
     def close(self) -> None:
+        """Accept no more, and wait for no handshake."""
+        for task in self.tasks:
+            task.cancel()
         if self.sock.fileno() >= 0:
             asyncio.get_running_loop().remove_reader(self.sock.fileno())
             self.sock.close()
@@ -271,7 +274,7 @@ class _Acceptor:
                 ssl=self.context,
                 ssl_handshake_timeout=HANDSHAKE_SECONDS if self.context else None,
             )
-        except (OSError, ssl.SSLError):
+        except (OSError, ssl.SSLError, asyncio.CancelledError):
             connection.close()
         finally:
             client.end_handshake()

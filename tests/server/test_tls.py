@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import ssl
 import struct
@@ -204,6 +205,23 @@ def test_half_a_handshake_and_a_closed_one_leave_the_server_well(
             raw.sendall(start)
     assert tls.ask("PING") == "PONG"
     assert tls.info("INFO", "server")["tls_port"] == str(shared_tls.port)
+
+
+def test_a_server_stops_in_the_middle_of_handshakes_and_uploads_without_a_word(
+    tmp_path: Path, pairs: tuple[Pair, Pair]
+) -> None:
+    one = started(tmp_path / "data", pairs[0])
+    with contextlib.ExitStack() as stack:
+        for begun in (b"", b"\x16\x03\x01"):
+            raw = socket.create_connection(("127.0.0.1", one.port), timeout=20)
+            stack.enter_context(raw).sendall(begun)
+        # let in after them
+        tls = stack.enter_context(secured(one.port, pairs[0].cert))
+        tls.ok("KV.PREFIX.REGISTER", "ns", 512, "fp16")
+        upload = request("V.STOREBATCH", "ns_pk", 0, 0, 20_000, bytes(20_000 * 1024))
+        tls.send(upload[: 5 << 20])
+        assert one.server.stop() == 0
+    assert len(one.server.output().splitlines()) == 1, one.server.output()
 
 
 def test_with_a_ca_only_its_clients_get_in(tmp_path: Path, pairs: tuple[Pair, Pair]) -> None:
