@@ -1,8 +1,10 @@
 """Conversations under serve after a restart, against the same engine that still has them in RAM.
 
 Two serves of one model: ours with a store, and one with ``--no-pion``, whose engine keeps its
-prompt caches in memory. Both read the same conversations, one for every pair; then ours is ended
-and started again. Every pair sends one conversation's next turn to both, in turn, streaming: the
+prompt caches in memory. Both read the same conversations, two for every pair; then ours is ended
+and started again, twice: once it reads the conversations ahead, as it does by itself with those
+used last (``--pion-preload-gb`` says how many), and once it reads none, so that each is read when
+it is asked for. Every pair sends one conversation's next turn to both, in turn, streaming: the
 time to the first token. *Bare read*: as many bytes as the prefix's rows have, read from a file
 into memory that was touched before; and the same from a file of safetensors into evaluated
 arrays, which is what any engine would have to do. Then decoding: the same request to both, tokens
@@ -220,12 +222,12 @@ def warm(serve: Serve, tokens: int, said: str) -> None:
 
 
 def compared(
-    ours: Serve, ram: Serve, options: argparse.Namespace, said: Sequence[str]
+    ours: Serve, ram: Serve, options: argparse.Namespace, said: dict[int, str]
 ) -> tuple[list[Reply], list[Reply]]:
-    """The next turn of every conversation, from both in turn."""
+    """The next turn of every conversation that is numbered in ``said``, from both in turn."""
     found: tuple[list[Reply], list[Reply]] = ([], [])
-    for number in range(options.pairs):
-        asked = next_turn(conversation(number, options.tokens), said[number])
+    for number, reply in said.items():
+        asked = next_turn(conversation(number, options.tokens), reply)
         order = [(ours, found[0]), (ram, found[1])]
         for serve, replies in order if number % 2 else reversed(order):
             replies.append(serve.chat(asked, options.decode))
@@ -260,32 +262,61 @@ def figures_of(
     }
 
 
-def measure(options: argparse.Namespace, folder: Path, server: Process) -> Json:
-    """Fill both, restart ours, compare."""
-    dtype = mx.float16 if options.bits else mx.float32
-    model = write_model(folder / "model", options.shape, dtype, options.bits or None)
-    store = ("--pion-host", "127.0.0.1", "--pion-port", str(server.port), "--pion-budget-gb", "0")
-    with ExitStack() as stack:
-        ram = stack.enter_context(serving(model, folder / "ram.log", "--no-pion"))
-        said = []
-        with serving(model, folder / "first.log", *store) as first:
-            for number in range(-2, options.pairs):
-                asked = conversation(number, options.tokens)
-                said.append(first.chat(asked, 4).text)
-                ram.chat(asked, 4)
-                until_stored(first)
-        ours = stack.enter_context(serving(model, folder / "again.log", *store))
-        for serve in (ours, ram):
-            warm(serve, options.tokens, said[0])
-        pair = compared(ours, ram, options, said[2:])
-        stats = ours.ask("GET", "/v1/pion/stats")[1]
-    told = (folder / "again.log").read_text(errors="replace")
-    steps = {
+def fill(
+    first: Serve, ram: Serve, options: argparse.Namespace, numbers: Sequence[int]
+) -> dict[int, str]:
+    """What both say to the first turn of conversations."""
+    said = {}
+    for number in numbers:
+        asked = conversation(number, options.tokens)
+        said[number] = first.chat(asked, 4).text
+        ram.chat(asked, 4)
+        until_stored(first)
+    return said
+
+
+def steps_told(log: Path) -> Json:
+    """Of the engine's line a request: the parts of the time to its first token."""
+    told = log.read_text(errors="replace")
+    return {
         name: milliseconds([float(ms) / 1e3 for ms in re.findall(rf" {name}=([0-9.]+)", told)])
         for name in ("restore_ms", "first_token_ms")
     }
-    reads = bare_reads(folder, row_bytes(options.shape, options.tokens), options.pairs)
-    return {**figures_of(*pair, reads, options.decode), **steps, "stats": stats}
+
+
+def measure(options: argparse.Namespace, folder: Path, server: Process) -> Json:
+    """Fill both, restart ours two times, compare."""
+    dtype = mx.float16 if options.bits else mx.float32
+    model = write_model(folder / "model", options.shape, dtype, options.bits or None)
+    store = ("--pion-host", "127.0.0.1", "--pion-port", str(server.port), "--pion-budget-gb", "0")
+    num_bytes = row_bytes(options.shape, options.tokens)
+    figures: Json = {}
+    with ExitStack() as stack:
+        ram = stack.enter_context(serving(model, folder / "ram.log", "--no-pion"))
+        with serving(model, folder / "first.log", *store) as first:
+            warmed = fill(first, ram, options, range(-2, 0))
+            asked_for = fill(first, ram, options, range(options.pairs))
+            ahead = fill(first, ram, options, range(options.pairs, 2 * options.pairs))
+        reads = bare_reads(folder, num_bytes, options.pairs)
+        for name, said, gigabytes in (
+            ("read_ahead", ahead, 1.1 * options.pairs * num_bytes / 1e9),
+            ("read_when_asked_for", asked_for, 0.0),
+        ):
+            log = folder / f"{name}.log"
+            words = ("--pion-preload-gb", f"{gigabytes:.3f}")
+            with serving(model, log, *store, *words) as ours:
+                while ours.ask("GET", "/v1/pion/stats")[1].get("reading_ahead"):
+                    time.sleep(0.1)
+                for serve in (ours, ram):
+                    warm(serve, options.tokens, warmed[-2])
+                pair = compared(ours, ram, options, said)
+                stats = ours.ask("GET", "/v1/pion/stats")[1]
+            figures[name] = {
+                **figures_of(*pair, reads, options.decode),
+                **steps_told(log),
+                "stats": stats,
+            }
+    return figures
 
 
 def main() -> None:
@@ -295,7 +326,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
     parser.add_argument("--bits", type=int, default=4, help="of the weights; 0: float32")
     parser.add_argument("--tokens", type=int, default=8_192, help="of a conversation")
-    parser.add_argument("--decode", type=int, default=128, help="tokens of a reply")
+    parser.add_argument("--decode", type=int, default=256, help="tokens of a reply")
     options = parser.parse_args()
     with fresh_folder(options.dir) as folder, pion_server(folder) as server:
         figures = measure(options, folder, server)

@@ -248,7 +248,8 @@ def decode_ratio(ours: Sequence[Step], without: Sequence[Step]) -> Json:
 def measure(options: argparse.Namespace, folder: Path, server: Process) -> Json:
     """Fill the store, start again, and let both engines work in turn."""
     model = model_folder(options, folder)
-    store = ("--pion-host", "127.0.0.1", "--pion-port", str(server.port), "--pion-budget-gb", "0")
+    where = ("--pion-host", "127.0.0.1", "--pion-port", str(server.port))
+    store = (*where, "--pion-budget-gb", "0", "--pion-preload-gb", "0")
     work = Work(options.clients, options.turns, options.prompt, options.decode)
     first = Work(options.clients, 1, options.prompt, 2)
     with engine(model, folder, "before", *store) as filling:

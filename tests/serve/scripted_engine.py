@@ -32,7 +32,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from pion_vllm_mlx.serve import engine_child
-from pion_vllm_mlx.serve.pion_flags import add_pion_flags
+from pion_vllm_mlx.serve.pion_flags import add_pion_flags, add_serve_flags
 
 Json = dict[str, Any]
 
@@ -234,6 +234,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     engine_child.add_link_flags(parser)
     add_pion_flags(parser)
+    add_serve_flags(parser)
     parser.add_argument("--log-level")
     parser.add_argument("--model", default="scripted")
     parser.add_argument("--fail-to-start", type=int, default=None)

@@ -137,7 +137,7 @@ def test_a_draft_model_s_caches_are_kept_with_the_model_s(
         drafting.restart()
         found = drafting.complete(text, 24)
         assert (found.tokens, found.cached) == (plain.tokens, again.cached)
-        assert found.receipt["tier"] in ("mapped", "stored")
+        assert found.receipt["tier"] in ("memory", "mapped", "stored")
 
 
 def test_quantized_caches_are_kept_as_they_are(
