@@ -319,7 +319,8 @@ class Connection(asyncio.BufferedProtocol):
         if self._patience.unread(now, self.transport, self._direct):
             return True
         intake = self.intake
-        if not self._busy and self._patience.idle(now, intake.progress):
+        waits = self._busy or not self._reading
+        if self._patience.idle(now, intake.progress, waits):
             return True
         late = intake.is_amid and not self._busy and self._reading
         in_the_way = late and intake.holds and self.server.crowded

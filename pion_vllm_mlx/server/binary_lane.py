@@ -285,7 +285,8 @@ class BinaryConnection(asyncio.BufferedProtocol):
         """Whether half a frame, an unread reply or silence has lasted for too long."""
         if self._patience.unread(now, self._transport, self._direct):
             return True
-        if self._task is None and self._patience.idle(now, self._progress):
+        waits = self._task is not None or not self._reading
+        if self._patience.idle(now, self._progress, waits):
             return True
         waiting = self.parser.mid_frame and self._reading
         idle = self._task is None and self._drained.is_set()

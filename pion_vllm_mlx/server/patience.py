@@ -19,13 +19,20 @@ class Patience:
         self._client = client
         self._seen: tuple[int, int] = (0, 0)
         self._since = asyncio.get_running_loop().time()
+        self._waited_until = 0.0
         self._still_at = 0.0
         self._still = 0
 
-    def idle(self, now: float, progress: float) -> bool:
-        """Whether nothing was asked, and nothing has come, for the idle time."""
-        idle_seconds = self._config.idle_seconds
-        return bool(idle_seconds) and now - max(progress, self._client.active) > idle_seconds
+    def idle(self, now: float, progress: float, waits: bool) -> bool:
+        """Whether nothing was asked, and nothing has come, for the idle time.
+
+        ``waits``: the client waits for the server, for an answer or for room; that is not its
+        silence.
+        """
+        if waits:
+            self._waited_until = now
+        since = max(progress, self._client.active, self._waited_until)
+        return bool(self._config.idle_seconds) and now - since > self._config.idle_seconds
 
     def in_the_way(self, progress: float, wanted: bool) -> bool:
         """Whether nothing has come for too many checks in a row, all while it was ``wanted``.

@@ -18,6 +18,8 @@ from pion_vllm_mlx.server.binary_commands import OPERATIONS
 from pion_vllm_mlx.server.command import TABLE
 from pion_vllm_mlx.server.farewell import Farewell
 from pion_vllm_mlx.server.memory_limit import limit
+from pion_vllm_mlx.server.patience import Patience
+from pion_vllm_mlx.server.session import Client, ServerConfig
 from tests.conftest import RunningServer, free_port_block
 from tests.server.memory.lane import ERROR, FETCH, PING, STORE, Lane, frame, named
 from tests.server.wire import Refusal, Wire, refuse, request
@@ -191,6 +193,33 @@ def test_a_silent_client_is_closed_and_a_busy_one_is_not(start_server: StartServ
         with lane:
             assert lane.closed()
         assert busy.ask("PING") == "PONG"
+
+
+def test_who_waits_for_the_server_is_not_silent(tmp_path: Path) -> None:
+    async def main() -> None:
+        config = ServerConfig(tmp_path, idle_seconds=10)
+        patience = Patience(config, Client(1, "127.0.0.1:1", True))
+        now = asyncio.get_running_loop().time()
+        assert not patience.idle(now + 9, now, waits=False)
+        assert not patience.idle(now + 20, now, waits=True)
+        assert not patience.idle(now + 29, now, waits=False)
+        assert patience.idle(now + 31, now, waits=False)
+
+    asyncio.run(main())
+
+
+def test_who_reads_a_long_reply_slowly_may_ask_again(start_server: StartServer) -> None:
+    server = start_server("--timeout", "2")
+    with Wire.tcp(server.port) as wire:
+        wire.ok("SSM.PREFIX.STORE", "s", 0, bytes(64 << 20))
+        wire.send(request("SSM.PREFIX.FETCH", "s", 0))
+        # until most of it is on its way, and none of it waits in the server
+        for _ in range(56 * 16):
+            assert len(wire.incoming.read(1 << 16)) == 1 << 16
+            time.sleep(0.003)
+        wire.incoming.read((8 << 20) + len("$67108864\r\n\r\n"))
+        time.sleep(0.5)
+        assert wire.ask("PING") == "PONG"
 
 
 def test_without_a_timeout_a_silent_client_stays(wire: Wire) -> None:
