@@ -261,6 +261,48 @@ def test_a_budget_below_one_conversation_costs_the_store_and_nothing_else(
         assert (again.tokens, again.cached) == (first.tokens, 0)
 
 
+def sizes_of(server: RunningServer) -> dict[str, int]:
+    """What each segment of the lineages holds, by its number."""
+    client = RespClient("127.0.0.1", server.port)
+    found = client.cmd("HGETALL", "pps:sizes")
+    client.close()
+    pairs = zip(found[0::2], found[1::2], strict=True)
+    return {name.decode().partition(":")[2]: int(size) for name, size in pairs}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_a_budget_for_little_more_than_a_conversation_holds_the_latest(
+    tmp_path: Path, folders: Path, pion_server: RunningServer, family: str
+) -> None:
+    system = {"role": "system", "content": "You answer in one short sentence. " * 12}
+    store = flags_of(pion_server)
+
+    def said(number: int, turn: int) -> dict[str, str]:
+        asks = f"and what is prefix {turn} of {number}? " * 20
+        return {"role": "user", "content": f"Client {number} asks: {asks}"}
+
+    with running_engine(tmp_path, folders / family, *store) as engine:
+        engine.chat([system, said(0, 0)])
+        engine.until_stored()
+    anchor, talk = sizes_of(pion_server)["1"], sizes_of(pion_server)["2"]
+    budget = anchor + 3 * talk  # one of two turns, and half of another
+    flags = ("--pion-budget-gb", str(budget / 1e9))
+    with running_engine(tmp_path, folders / family, *store, flags=flags) as engine:
+        for number in range(1, 4):
+            messages = [system, said(number, 0)]
+            answer = engine.chat(messages).text
+            engine.until_stored()
+            messages += [{"role": "assistant", "content": answer}, said(number, 1)]
+            reply = engine.chat(messages)
+            stats = engine.until_stored()
+            assert sum(sizes_of(pion_server).values()) <= budget
+        assert stats["evicted"] >= 2 and "over_budget" not in stats, stats
+        assert "not stored" not in engine.output()
+        engine.restart()
+        found = engine.chat(messages)
+        assert (found.tokens, found.cached) == (reply.tokens, reply.prompt - 1)
+
+
 def test_a_full_disk_costs_the_store_and_nothing_else(
     tmp_path: Path, folders: Path, pion_server: RunningServer
 ) -> None:

@@ -25,10 +25,10 @@ from pion_vllm_mlx.cache.lineage.client import LineageClient, as_text
 from pion_vllm_mlx.cache.lineage.coverage import clipped
 from pion_vllm_mlx.cache.lineage.index import Index, Names, Segment
 from pion_vllm_mlx.cache.lineage.locks import held
+from pion_vllm_mlx.cache.lineage.plan import RECORD_BYTES, TOKEN_BYTES
 from pion_vllm_mlx.cache.lineage.publish import Change, Publisher
 from pion_vllm_mlx.cache.lineage.records import Claim, checkpoint_sid, link, proved
 from pion_vllm_mlx.cache.lineage.types import Checkpoint
-from pion_vllm_mlx.cache.lineage.writer import RECORD_BYTES, TOKEN_BYTES
 from pion_vllm_mlx.cache.store_client import Registration
 from pion_vllm_mlx.errors import DamagedData, PionError
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 
 from pion_vllm_mlx.cache.connection import info_fields
 from pion_vllm_mlx.cache.lineage.client import LineageClient, as_int, as_text, pairs_of
@@ -35,6 +37,7 @@ FRESH_SECONDS = 5.0
 ROOMY_SHARE = 0.9
 
 _MOST_ROUNDS = 64
+_READ_AT_ONCE = 32
 
 
 class OverBudget(PionError):
@@ -50,6 +53,9 @@ class Member:
     size: int
     used: float
     anchor: bool
+
+
+_Victim = tuple[Member, Segment | None]
 
 
 @dataclass
@@ -91,11 +97,14 @@ class Budget:
         """Bytes of all lineages: rows, states, records, tokens."""
         return sum(member.size for member in self._members())
 
-    def make_room(self, num_bytes: int, chain: Collection[int]) -> None:
-        """Evicts until ``num_bytes`` more fit. Raises OverBudget, StoreUnavailable."""
-        if self._budget and num_bytes > self._budget:
-            raise OverBudget(f"{num_bytes} bytes are more than the budget of {self._budget}")
-        if self._gauge.plenty(num_bytes, self._budget):
+    def make_room(
+        self, num_bytes: int, chain: Collection[int], *, only_try: bool = False
+    ) -> None:
+        """Evicts until ``num_bytes`` more fit; nothing where they cannot.
+
+        ``only_try``: evicts nothing in any case. Raises OverBudget, StoreUnavailable.
+        """
+        if not only_try and self._gauge.plenty(num_bytes, self._budget):
             return
         for _ in range(_MOST_ROUNDS):
             members, held = self._members(), 0
@@ -103,12 +112,20 @@ class Budget:
                 held = sum(one.size for one in members)
             over, free = held + num_bytes - self._budget, self._free_sessions()
             if (over <= 0 or not self._budget) and free >= 2 + SPARE_SESSIONS:
+                if only_try:
+                    return
                 self._gauge.counted_at = time.monotonic()
                 self._gauge.held_bytes = held + num_bytes
                 self._gauge.free_sessions = free - 2
                 return
-            if not self._evict_some(members, max(over, 1) if self._budget else 1, chain):
-                raise OverBudget("nothing is left that may be evicted")
+            need = max(over, 1) if self._budget else 1
+            victims, lacking = self._victims(members, need, chain)
+            if lacking:
+                raise OverBudget(self._no_room(num_bytes, over, lacking))
+            if only_try:
+                return
+            for member, segment in victims:
+                self.evicted += self.evict(Names(member.mid), member.number, segment)
         raise OverBudget("others store faster than room is made")
 
     def evict(self, names: Names, number: int, segment: Segment | None) -> bool:
@@ -148,23 +165,54 @@ class Budget:
         most = as_int(fields.get("vstore_max_sessions"), 0)
         return most - as_int(fields.get("vstore_sessions"), 0) if most else 1 << 30
 
-    def _evict_some(self, members: list[Member], need: int, chain: Collection[int]) -> bool:
-        """Evicts least recently used leaves until ``need`` bytes are free; whether any went."""
-        freed, went = 0, False
+    def _victims(
+        self, members: list[Member], need: int, chain: Collection[int]
+    ) -> tuple[list[_Victim], int]:
+        """The least recently used leaves of ``need`` bytes, and how many of those are lacking.
+
+        A segment that is a leaf once others have gone comes behind them.
+        """
         protected = self._protected(members)
-        for member in members:
-            if member in protected or (member.mid == self._names.mid and member.number in chain):
-                continue
-            names = Names(member.mid)
-            (segment,) = Index(self._client, names).segments([member.number])
-            if segment is not None and (segment.kids or segment.pinned):
-                continue
-            if self.evict(names, member.number, segment):
-                freed, went = freed + member.size, True
-                self.evicted += 1
-            if freed >= need and went:
-                break
-        return went
+        left = self._read(
+            one
+            for one in members
+            if one not in protected and not (one.mid == self._names.mid and one.number in chain)
+        )
+        victims: list[_Victim] = []
+        gone: set[tuple[str, int]] = set()
+        went = True
+        while went and need > 0:
+            went, stay = False, []
+            for member, segment in left:
+                kids = segment.kids if segment is not None else ()
+                if need <= 0 or any((member.mid, kid.number) not in gone for kid in kids):
+                    stay.append((member, segment))
+                elif segment is None or not segment.pinned:
+                    victims.append((member, segment))
+                    gone.add((member.mid, member.number))
+                    need, went = need - member.size, True
+                if need <= 0:
+                    break
+            left = iter(stay)
+        return victims, max(need, 0)
+
+    def _read(self, members: Iterable[Member]) -> Iterator[_Victim]:
+        """Members with their segments, which are read some at a time."""
+        for mid, group in groupby(members, key=attrgetter("mid")):
+            index, rest = Index(self._client, Names(mid)), list(group)
+            for first in range(0, len(rest), _READ_AT_ONCE):
+                some = rest[first : first + _READ_AT_ONCE]
+                yield from zip(some, index.segments([one.number for one in some]), strict=True)
+
+    def _no_room(self, num_bytes: int, over: int, lacking: int) -> str:
+        """What to say where ``lacking`` bytes are not to be had."""
+        if over <= 0 or not self._budget:
+            return "the server takes no more sessions, and none of them may go"
+        stays = max(0, self._budget - num_bytes + lacking)
+        return (
+            f"{num_bytes:,} bytes more do not fit: the budget is {self._budget:,} bytes, "
+            f"of which {stays:,} may not go, being pinned, an anchor, or what these stand on"
+        )
 
     def _protected(self, members: list[Member]) -> set[Member]:
         """The anchors within their caps, the latest used first."""

@@ -12,8 +12,8 @@ alone, without a stream.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -64,6 +64,14 @@ class HeldRows:
     dtype: str
     first_row: int = 0
 
+    @property
+    def num_bytes(self) -> int:
+        return (self.end - self.start) * self.heads * int(self.raw.shape[3])
+
+    def until(self, end: int) -> HeldRows:
+        """The rows before token ``end``."""
+        return replace(self, end=min(self.end, end))
+
     def encoded(self, start: int, end: int, leaf: LeafSpec) -> Bytes:
         """The bytes of rows ``[start, end)`` in the leaf's format and layout."""
         heads = slice(self.first_head, self.first_head + self.heads)
@@ -80,6 +88,25 @@ class HeldRows:
         if name == "fp16" and bool((np.abs(rows[np.isfinite(rows)]) > _LARGEST_FP16).any()):
             raise CommandError("rows hold a value beyond the range of float16")
         return get_format(name).encode(rows).reshape(-1)
+
+
+class Rows(Protocol):
+    """Rows ``[start, end)`` of one side of a leaf, wherever they are: see ``HeldRows``."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def side(self) -> Side: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def end(self) -> int: ...
+    @property
+    def num_bytes(self) -> int: ...
+
+    def until(self, end: int) -> Rows: ...
+
+    def encoded(self, start: int, end: int, leaf: LeafSpec) -> Bytes: ...
 
 
 @dataclass(frozen=True)
@@ -103,20 +130,25 @@ class Captured:
 
     slots: list[Slot]
     leaves: list[LeafSpec]
-    rows: list[HeldRows]
+    rows: Sequence[Rows]
     states: dict[int, list[HeldState | None]]
 
     @property
     def arrays(self) -> list[mx.array]:
         """What has to be scheduled before another thread may have it."""
         states = [one.raw for state in self.states.values() for one in state if one is not None]
-        return [*{id(held.raw): held.raw for held in self.rows}.values(), *states]
+        raw = [held.raw for held in self.rows if isinstance(held, HeldRows)]
+        return [*{id(one): one for one in raw}.values(), *states]
 
     @property
     def num_bytes(self) -> int:
-        rows = sum((held.end - held.start) * held.heads * held.raw.shape[3] for held in self.rows)
+        return sum(held.num_bytes for held in self.rows) + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Those of the recurrent states."""
         arrays = (one for state in self.states.values() for one in state if one is not None)
-        return rows + sum(array.raw.nbytes for array in arrays)
+        return sum(array.raw.nbytes for array in arrays)
 
     def state_blobs(self) -> Iterator[tuple[int, bytes]]:
         """The recurrent slots as they are stored."""

@@ -62,6 +62,7 @@ class Faults:
         if isinstance(error, StoreUnavailable):
             self.unavailable(error)
         elif name in ("failed", "over_budget"):
-            level = logging.INFO if self._refusal else logging.WARNING
+            again = logging.DEBUG if name == "over_budget" else logging.INFO
+            level = again if self._refusal else logging.WARNING
             self._refusal = str(error) or type(error).__name__
             log.log(level, "a prefix was not stored: %s", self._refusal)

@@ -7,16 +7,26 @@ leaves them: rows of windows, a state, a pin.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pion_vllm_mlx.cache.completion import CompletionRecord, Run, TokenIds
-from pion_vllm_mlx.cache.lineage.capture import Captured
+from pion_vllm_mlx.cache.leaf import LeafSpec, Side
+from pion_vllm_mlx.cache.lineage.capture import Captured, Rows
 from pion_vllm_mlx.cache.lineage.coverage import Ranges, Window, clipped, merged, without
 from pion_vllm_mlx.cache.lineage.index import Found, Names, Segment
 from pion_vllm_mlx.cache.lineage.shape import needs_checkpoints, window_leaves
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.errors import PionError
+from pion_vllm_mlx.formats import get_format
+
+RECORD_BYTES, RUN_RECORD_BYTES = 4096, 64
+"""About what a completion record has beside its ids, and what a run adds to it."""
+
+TOKEN_BYTES = 8
+"""What a token costs beside its rows: its id, in the index and in the record."""
 
 
 class Lost(PionError):
@@ -45,11 +55,7 @@ class Job:
 
     def up_to_anchor(self) -> Job:
         """The rows up to the anchor, as an anchor of their own."""
-        rows = [
-            replace(held, end=min(held.end, self.anchor))
-            for held in self.captured.rows
-            if held.start < self.anchor
-        ]
+        rows = [one.until(self.anchor) for one in self.captured.rows if one.start < self.anchor]
         captured = replace(self.captured, rows=rows, states={})
         tokens = self.tokens[: self.anchor]
         return replace(self, tokens=tokens, kind="anchor", captured=captured, anchor=0)
@@ -127,6 +133,41 @@ def _lacks(job: Job, target: Target) -> bool:
         without(clipped(held, segment.base, target.end), segment.windows.get(window, ()))
         for window, held in held_windows(job.captured).items()
     )
+
+
+def missing_rows(job: Job, target: Target) -> Iterator[tuple[Rows, int, int]]:
+    """What of the captured rows a target lacks: those of tokens ``[start, end)``."""
+    segment = target.segment
+    windows = window_leaves(job.captured.slots)
+    for held in job.captured.rows:
+        window = windows.get(held.layer)
+        there: Ranges = ((0, target.was_end),)
+        if window is not None:
+            there = segment.windows.get(window, ())
+        span = (max(held.start, segment.base), min(held.end, target.end))
+        for start, end in without([span], there):
+            yield held, start, end
+
+
+def row_bytes(leaf: LeafSpec, side: Side) -> int:
+    """What one row of a side of a leaf takes where it is stored."""
+    return get_format(leaf.format_of(side)).row_bytes(leaf.width(side))
+
+
+def needed_bytes(job: Job, targets: Iterable[Target]) -> int:
+    """What the targets will hold more than before; of their records an estimate."""
+    captured, total = job.captured, 0
+    for target in targets:
+        for held, start, end in missing_rows(job, target):
+            total += (end - start) * row_bytes(captured.leaves[held.layer], held.side)
+            total += RUN_RECORD_BYTES
+        total += TOKEN_BYTES * max(0, target.segment.end - target.was_end)
+        total += RECORD_BYTES * target.is_new
+        if target.owns_state(job):
+            leaves = [leaf.as_json() for leaf in captured.leaves]
+            total += captured.state_bytes + len(json.dumps([captured.slots, leaves]))
+            total += RECORD_BYTES + TOKEN_BYTES * (job.length - target.segment.base)
+    return total
 
 
 def held_windows(captured: Captured) -> dict[Window, Ranges]:

@@ -22,15 +22,27 @@ from pion_vllm_mlx.cache.completion import (
 from pion_vllm_mlx.cache.lanes_codec import layout_of
 from pion_vllm_mlx.cache.leaf import LeafSpec
 from pion_vllm_mlx.cache.lineage.blocks import root_field
-from pion_vllm_mlx.cache.lineage.budget import Budget, Gauge
-from pion_vllm_mlx.cache.lineage.capture import Captured, HeldRows
+from pion_vllm_mlx.cache.lineage.budget import Budget, Gauge, OverBudget
+from pion_vllm_mlx.cache.lineage.capture import Captured, Rows
+from pion_vllm_mlx.cache.lineage.carrying import SharedWith, read_rows, shared_rows
 from pion_vllm_mlx.cache.lineage.client import LineageClient
 from pion_vllm_mlx.cache.lineage.counters import Counters
-from pion_vllm_mlx.cache.lineage.coverage import Ranges, without
 from pion_vllm_mlx.cache.lineage.index import Found, Index, Names, Segment
 from pion_vllm_mlx.cache.lineage.locks import PATIENCE_SECONDS, TreeLock, acquire, release, renew
 from pion_vllm_mlx.cache.lineage.merging import Tail, joined, tails
-from pion_vllm_mlx.cache.lineage.plan import Job, Lost, Target, targets_of, windows_after
+from pion_vllm_mlx.cache.lineage.plan import (
+    RECORD_BYTES,
+    RUN_RECORD_BYTES,
+    TOKEN_BYTES,
+    Job,
+    Lost,
+    Target,
+    missing_rows,
+    needed_bytes,
+    row_bytes,
+    targets_of,
+    windows_after,
+)
 from pion_vllm_mlx.cache.lineage.policy import thinned
 from pion_vllm_mlx.cache.lineage.publish import Change, Publisher
 from pion_vllm_mlx.cache.lineage.reader import DamagedPiece
@@ -42,22 +54,16 @@ from pion_vllm_mlx.cache.lineage.records import (
     within,
     without_overlap,
 )
-from pion_vllm_mlx.cache.lineage.shape import window_leaves
 from pion_vllm_mlx.cache.lineage.types import Checkpoint
 from pion_vllm_mlx.cache.store_client import Registration
 from pion_vllm_mlx.errors import DamagedData, NewerFormat, PionError
-from pion_vllm_mlx.formats import get_format
 
-__all__ = ["RECORD_BYTES", "TOKEN_BYTES", "Job", "Lost", "Writer"]
+__all__ = ["Job", "Lost", "Writer"]
 
 RUN_BYTES = 256 << 20
 """A longer run is cut: one bulk string has to stay under the server's limit."""
 
-RECORD_BYTES, RUN_RECORD_BYTES = 4096, 64
-"""About what a completion record has beside its ids, and what a run adds to it."""
-
-TOKEN_BYTES = 8
-"""What a token costs beside its rows: its id, in the index and in the record."""
+_Planned = tuple[Job, list[Target]]
 
 
 class Writer:
@@ -118,7 +124,8 @@ class Writer:
             found = index.find(job.tokens, whole=True)
             targets = self._targets(job, found)
         if targets:
-            self._fill(job, found, targets, lock)
+            job, targets = self._with_room(job, found, targets)
+            self._fill(job, targets, lock)
         else:
             Publisher(self._client, job.names).touch([one.number for one in found.chain])
         return [job.names.namespace(one.segment.number) for one in targets if one.new_runs]
@@ -145,16 +152,60 @@ class Writer:
             raise DamagedData(f"segment {namespace}: its record is of other tokens")
         return proof.record
 
-    # -- writing ------------------------------------------------------------------
+    # -- room ---------------------------------------------------------------------
 
-    def _fill(self, job: Job, found: Found, targets: list[Target], lock: TreeLock) -> None:
+    def _with_room(self, job: Job, found: Found, targets: list[Target]) -> _Planned:
+        """The job and its targets, once there is room for them.
+
+        Where there is none beside the conversations that the prompt left, it begins anew behind
+        the last anchor, with the rows that it shared with them: then they may go, too.
+        Raises OverBudget, Lost.
+        """
         budget = Budget(self._client, job.names, self._budget_bytes, self._gauge)
-        publisher = Publisher(self._client, job.names)
-        wanted = job.captured.num_bytes + TOKEN_BYTES * job.tokens.size
         try:
-            budget.make_room(wanted, {one.number for one in found.chain})
+            return self._room(job, found, targets, budget)
+        except OverBudget as error:
+            raise OverBudget(f"{job.length:,} tokens: {error}") from error
         finally:
             self._counters.add("evicted", budget.evicted)
+
+    def _room(self, job: Job, found: Found, targets: list[Target], budget: Budget) -> _Planned:
+        stays = _what_stays(found)
+        try:
+            budget.make_room(needed_bytes(job, targets), _numbers(found))
+            return job, targets
+        except OverBudget:
+            if stays == found:
+                raise
+        job = self._behind(job, stays, found, budget)
+        index = Index(self._client, job.names)
+        return job, self._targets(job, index.find(job.tokens, whole=True))
+
+    def _behind(self, job: Job, stays: Found, found: Found, budget: Budget) -> Job:
+        """The job with the rows that it needs behind ``stays``, once there is room for those."""
+        captured = job.captured
+        shared = shared_rows(captured, stays.common, self._records_behind(job, stays, found))
+        anew = replace(job, captured=replace(captured, rows=[*shared, *captured.rows]))
+        needed = needed_bytes(anew, targets_of(anew, stays))
+        budget.make_room(needed, _numbers(stays), only_try=True)
+        try:
+            rows = [*read_rows(self._client, shared, captured.leaves), *captured.rows]
+        except DamagedData as error:
+            raise Lost(str(error)) from error
+        budget.make_room(needed, _numbers(stays))
+        return replace(job, captured=replace(captured, rows=rows))
+
+    def _records_behind(self, job: Job, stays: Found, found: Found) -> Iterator[SharedWith]:
+        """Those of the segments that a prompt agrees with behind ``stays``."""
+        for segment, end in zip(found.chain, found.ends, strict=True):
+            if end > stays.common:
+                record = self._record_of(job, segment, Target(segment, end, segment.end))
+                yield SharedWith(job.names.namespace(segment.number), segment.base, end, record)
+
+    # -- writing ------------------------------------------------------------------
+
+    def _fill(self, job: Job, targets: list[Target], lock: TreeLock) -> None:
+        publisher = Publisher(self._client, job.names)
         for target in targets:
             lock.last = target is targets[-1]
             if target.is_new:
@@ -202,27 +253,19 @@ class Writer:
     def _encoded(self, job: Job, target: Target, lock: TreeLock) -> Iterator[tuple[Run, Any]]:
         """The rows that are missing in a target, as they are sent."""
         segment, captured = target.segment, job.captured
-        windows = window_leaves(captured.slots)
         short = tails(target.record, target.was_end - segment.base) if target.record else {}
-        for held in captured.rows:
-            leaf = captured.leaves[held.layer]
-            window = windows.get(held.layer)
-            there: Ranges = ((0, target.was_end),)
-            if window is not None:
-                there = segment.windows.get(window, ())
-            span = (max(held.start, segment.base), min(held.end, target.end))
-            for start, last in without([span], there):
-                for first, stop in _cut(start, last, held, leaf):
-                    renew(self._client, job.names, lock)
-                    tail = short.get((held.layer, held.side))
-                    if tail is not None and tail.end != first - segment.base:
-                        tail = None
-                    run, blob = self._run(job, target, held, (first, stop), tail)
-                    target.new_runs.append(run)
-                    yield run, blob
+        for held, start, last in missing_rows(job, target):
+            for first, stop in _cut(start, last, held, captured.leaves[held.layer]):
+                renew(self._client, job.names, lock)
+                tail = short.get((held.layer, held.side))
+                if tail is not None and tail.end != first - segment.base:
+                    tail = None
+                run, blob = self._run(job, target, held, (first, stop), tail)
+                target.new_runs.append(run)
+                yield run, blob
 
     def _run(
-        self, job: Job, target: Target, held: HeldRows, span: tuple[int, int], tail: Tail | None
+        self, job: Job, target: Target, held: Rows, span: tuple[int, int], tail: Tail | None
     ) -> tuple[Run, Any]:
         """Rows ``span`` as a run, behind those of ``tail`` if there are any."""
         leaf, base = job.captured.leaves[held.layer], target.segment.base
@@ -307,9 +350,20 @@ class Writer:
                 publisher.remove(segment, None, with_kids=True)
 
 
-def _cut(start: int, end: int, held: HeldRows, leaf: LeafSpec) -> Iterator[tuple[int, int]]:
-    row_bytes = get_format(leaf.format_of(held.side)).row_bytes(leaf.width(held.side))
-    step = max(1, RUN_BYTES // max(row_bytes, 1))
+def _numbers(found: Found) -> set[int]:
+    return {segment.number for segment in found.chain}
+
+
+def _what_stays(found: Found) -> Found:
+    """The chain to its last anchor or pin: what is behind that is of conversations alone."""
+    held = [at for at, one in enumerate(found.chain) if one.pinned or one.kind == "anchor"]
+    if not held:
+        return Found()
+    return Found(found.chain[: held[-1] + 1], found.ends[held[-1]])
+
+
+def _cut(start: int, end: int, held: Rows, leaf: LeafSpec) -> Iterator[tuple[int, int]]:
+    step = max(1, RUN_BYTES // max(row_bytes(leaf, held.side), 1))
     for first in range(start, end, step):
         yield first, min(first + step, end)
 

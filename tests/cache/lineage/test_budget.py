@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 
 import pytest
@@ -107,6 +108,80 @@ def test_a_budget_below_one_conversation_keeps_nothing_and_fails_nothing(
         assert (turn.reused, turn.logits) == (0, plain.turn(ids).logits)
     assert store.stats()["over_budget"] >= 3
     assert server_bytes(store) == 0 and held(store) == 0
+    store.close()
+
+
+def anchors(store: LineageStore) -> int:
+    """The bytes of all anchors."""
+    members = Budget(store._front, store._key.names, 0)._members()
+    return sum(member.size for member in members if member.anchor)
+
+
+def empty(store: LineageStore) -> None:
+    while store.conversations():
+        store.drop(store.conversations()[0].id)
+
+
+def asked(engine: Engine, seed: int, turns: int) -> list[int]:
+    """A conversation behind the system prompt of all, which begins as all others do, too."""
+    ids = [*prompt(100, 13), *prompt(40, 14), *prompt(300, 400 + seed)]
+    for turn in range(turns):
+        if turn:
+            ids = [*ids, *prompt(300, 500 + 10 * seed + turn)]
+        done = engine.turn(ids, reply=3, anchor=100)
+        assert engine.store is not None and engine.store.flush(60)
+        wanted = Engine(engine.model, None, engine.kv_bits).turn(ids, reply=3)
+        same_reply(done, wanted, 1e-3 if engine.kv_bits is None else 0.1)
+        ids = [*ids, *done.reply[:-1]]
+    return ids
+
+
+@pytest.mark.parametrize("kind", ["plain", "quantized", "window", "gated delta", "mamba", "list"])
+@pytest.mark.parametrize("share", [1.2, 1.7])
+def test_the_latest_conversation_behind_an_anchor_is_kept_where_two_have_no_room(
+    kind: str, share: float, own: RunningServer
+) -> None:
+    """Every one shares its beginning, past the anchor, with the one that has to go."""
+    name, kv_bits = KINDS[kind]
+    model = tiny_model(name)
+    alone = open_store(model, own, **kind_options(kv_bits))
+    asked(Engine(model, alone, kv_bits), 0, turns=3)
+    anchor = anchors(alone)
+    budget = int(anchor + share * (held(alone) - anchor))
+    empty(alone)
+    alone.close()
+    store = open_store(model, own, budget_bytes=budget, **kind_options(kv_bits))
+    engine = Engine(model, store, kv_bits)
+    for seed in range(1, 4):
+        ids = asked(engine, seed, turns=3)
+        assert held(store) <= budget and server_bytes(store) <= budget
+        again = engine.turn([*ids, 1], reply=1, anchor=100)
+        assert again.reused >= len(ids) - 2, again.match.why
+    stats = store.stats()
+    assert stats.get("over_budget", 0) == stats.get("lost", 0) == stats.get("failed", 0) == 0, stats
+    assert stats["evicted"] >= 2
+    assert anchors(store) > 0
+    store.close()
+
+
+def test_what_cannot_fit_is_said_once_with_both_sizes_and_throws_out_nothing(
+    own: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama")
+    budget = 500 * ROW_BYTES
+    store = open_store(model, own, budget_bytes=budget)
+    engine = Engine(model, store)
+    system, other = prompt(100, 15), prompt(200, 16)
+    engine.turn(other, reply=1)
+    with caplog.at_level(logging.INFO, "pion_vllm_mlx"):
+        for seed in range(3):
+            engine.turn([*system, *prompt(400, 600 + seed)], anchor=100)
+            assert store.flush()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and f"the budget is {budget:,} bytes" in told[0], told
+    assert "499 tokens: " in told[0] and "bytes more do not fit" in told[0]
+    assert engine.turn([*other, 1], reply=1).reused == 199
+    assert engine.turn([*system, 1, 2], reply=1).reused == 100
     store.close()
 
 
