@@ -2,7 +2,8 @@
 
 MLX binds what it does to a thread, so all of it happens here; on a processor alone one
 thread is enough, too, as every kernel uses all cores. Queries that arrive while others are
-computed wait in a queue; those of one layer that can share a pass over its K/V do.
+computed wait in a queue; those of one layer that can share a pass over its K/V do. Work
+that takes long is done in parts, and whoever waits has a turn between them.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,6 +28,12 @@ ResultT = TypeVar("ResultT")
 MAX_ROWS = 64
 
 
+class Progress(Enum):
+    """What ``alone`` returns of work that is not done yet."""
+
+    UNFINISHED = "unfinished"
+
+
 class Work(Protocol[ResultT]):
     """Something to compute. ``group``: equal for what may be computed together, None: alone."""
 
@@ -35,8 +43,11 @@ class Work(Protocol[ResultT]):
     @property
     def rows(self) -> int: ...
 
-    def alone(self) -> ResultT:
-        """The result. Runs on the engine's thread."""
+    def alone(self) -> ResultT | Progress:
+        """The result; UNFINISHED after a part, to be called again when others had their turn.
+
+        Runs on the engine's thread.
+        """
 
     def together(self, others: Sequence[Any]) -> list[ResultT]:
         """Its result and those of others of its group, in order."""
@@ -71,7 +82,10 @@ class _Job:
 
 
 class Engine:
-    """Computes in order of arrival. Belongs to an event loop, all but ``_run``."""
+    """Computes in order of arrival, parts of long work in turn with the rest.
+
+    Belongs to an event loop, all but ``_run``.
+    """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
@@ -109,34 +123,35 @@ class Engine:
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """The thread: computes what is in the queue until None comes."""
         waiting: deque[_Job] = deque()
+        unfinished: list[_Job] = []
         while True:
-            while not waiting or not self._queue.empty():
+            while not (waiting or unfinished) or not self._queue.empty():
                 job = self._queue.get()
                 if job is None:
                     return
                 waiting.append(job)
+            waiting.extend(unfinished)  # behind all that came during its last part
             abandoned = _take_abandoned(waiting)
             jobs = _next_group(waiting) if waiting else []
             # what clients send may be no number: that is theirs, and nothing to warn of
             with np.errstate(all="ignore"):
                 outcomes = _outcomes([job.work for job in jobs]) if jobs else []
+            unfinished, done = _sorted_out(jobs, outcomes)
             try:
-                loop.call_soon_threadsafe(self._settle, jobs, outcomes, abandoned)
+                loop.call_soon_threadsafe(self._settle, done, abandoned)
             except RuntimeError:
                 # the loop is closed, and nobody waits
                 return
-            del jobs, outcomes, abandoned
+            del jobs, outcomes, done, abandoned
 
-    def _settle(
-        self, jobs: Sequence[_Job], outcomes: Sequence[Any], abandoned: Sequence[_Job]
-    ) -> None:
+    def _settle(self, done: Sequence[tuple[_Job, Any]], abandoned: Sequence[_Job]) -> None:
         """Hand over results, on the event loop."""
         for job in abandoned:
             if not job.done.done():
                 job.done.set_exception(CommandError("nobody waits for this any more"))
-        self.queries += sum(job.work.rows > 0 for job in jobs)
-        self.shared_passes += len(jobs) > 1
-        for job, outcome in zip(jobs, outcomes, strict=True):
+        self.queries += sum(job.work.rows > 0 for job, _ in done)
+        self.shared_passes += len(done) > 1
+        for job, outcome in done:
             if job.done.done():
                 continue
             if isinstance(outcome, BaseException):
@@ -155,6 +170,19 @@ def _take_abandoned(waiting: deque[_Job]) -> list[_Job]:
         waiting.clear()
         waiting.extend(kept)
     return abandoned
+
+
+def _sorted_out(
+    jobs: Sequence[_Job], outcomes: Sequence[Any]
+) -> tuple[list[_Job], list[tuple[_Job, Any]]]:
+    """The jobs of which parts are left, and the others with their outcomes."""
+    unfinished, done = [], []
+    for job, outcome in zip(jobs, outcomes, strict=True):
+        if outcome is Progress.UNFINISHED:
+            unfinished.append(job)
+        else:
+            done.append((job, outcome))
+    return unfinished, done
 
 
 def _next_group(waiting: deque[_Job]) -> list[_Job]:

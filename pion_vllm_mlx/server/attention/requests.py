@@ -11,8 +11,9 @@ what is resident (CommandError where H or D differ), and then computed by the en
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from numpy.typing import NDArray
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.kernels import api
 from pion_vllm_mlx.kernels.prefix import MAX_HEADS, MAX_KV_HEADS
-from pion_vllm_mlx.server.attention.engine import Call
+from pion_vllm_mlx.server.attention.engine import Call, Progress
+from pion_vllm_mlx.server.attention.parts import Extent, Span, suffix_of
 from pion_vllm_mlx.server.attention.resident import Blob, Floats, Resident, check_dim
 
 #: a query of more tokens gains nothing from company.
@@ -118,9 +120,16 @@ class Dense:
     suffix: api.Suffix | None = None
     with_lse: bool = False
 
-    def bound(self, resident: Resident) -> BoundDense:
+    def bound(self, resident: Resident) -> BoundDense | LongDense:
         """With its slot. Raises CommandError where it does not fit."""
-        return BoundDense(self, resident.prefix, self.sizes.check(resident))
+        bound = BoundDense(self, resident.prefix, self.sizes.check(resident))
+        spans = bound.extent.spans()
+        return bound if len(spans) == 1 else LongDense(bound, spans)
+
+    def part(self, span: Span) -> Dense:
+        """The query of some of its tokens; its suffix None where each of them sees all of it."""
+        suffix = self.suffix and suffix_of(self.suffix, self.q.shape[1], span)
+        return replace(self, q=self.q[:, slice(*span)], suffix=suffix)
 
     def suffix_alone(self) -> tuple[Floats, Floats]:
         """Output and log-sum-exp over the suffix, of which one query sees all; nothing: 0, -inf."""
@@ -149,6 +158,18 @@ class BoundDense:
         return int(self.asked.q.shape[1])
 
     @property
+    def extent(self) -> Extent:
+        """How much there is to compute."""
+        heads, queries, dim = self.asked.q.shape
+        suffix = self.asked.suffix.num_tokens if self.asked.suffix else 0
+        there = self.prefix.num_tokens
+        return Extent(
+            *(heads, self.prefix.num_kv_heads, queries, suffix, dim),
+            seen=min(self.window or there, there),
+            on_host=self.prefix.is_host,
+        )
+
+    @property
     def group(self) -> Hashable:
         """Queries of one layer, window and head map share a pass: a suffix only of one query."""
         if self.rows > (1 if self.asked.suffix else _MOST_SHARED_ROWS):
@@ -157,14 +178,12 @@ class BoundDense:
         return id(self.prefix), self.window, heads, self.asked.sizes.heads
 
     def alone(self) -> Arrays:
+        return self.asked.reply(self.attended())
+
+    def attended(self) -> api.Attended:
+        """Output and log-sum-exp of all its queries at once."""
         asked = self.asked
-        if asked.suffix is None:
-            found = api.attend(asked.q, self.prefix, asked.head_map, self.window)
-        else:
-            found = api.attend_fused(
-                asked.q, self.prefix, asked.suffix, asked.head_map, self.window
-            )
-        return asked.reply(found)
+        return api.attend_fused(asked.q, self.prefix, asked.suffix, asked.head_map, self.window)
 
     def together(self, others: Sequence[BoundDense]) -> list[Arrays]:
         """One pass over the prefix for all; each suffix is attended for itself and merged."""
@@ -181,6 +200,44 @@ class BoundDense:
             replies.append(asked.reply(api.Attended(found.out[:, rows], found.lse[:, rows])))
             at = rows.stop
         return replies
+
+
+class LongDense:
+    """A dense query that is computed in parts, one a call. Never shares a pass."""
+
+    group = None
+
+    def __init__(self, whole: BoundDense, spans: Sequence[Span]) -> None:
+        self._whole = whole
+        self._left = deque(spans)
+        self._found: api.Attended | None = None
+
+    @property
+    def rows(self) -> int:
+        return self._whole.rows
+
+    def alone(self) -> Arrays | Progress:
+        """The next part; after the last one the reply."""
+        if self._found is None:
+            q = self._whole.asked.q
+            self._found = api.Attended(np.empty_like(q), np.empty(q.shape[:2], np.float32))
+        span = self._left.popleft()
+        part, rows = self._attended(span), slice(*span)
+        self._found.out[:, rows], self._found.lse[:, rows] = part.out, part.lse
+        return Progress.UNFINISHED if self._left else self._whole.asked.reply(self._found)
+
+    def together(self, others: Sequence[Any]) -> list[Arrays]:
+        raise AssertionError("long queries have no group")
+
+    def _attended(self, span: Span) -> api.Attended:
+        asked = self._whole.asked
+        part = asked.part(span)
+        found = replace(self._whole, asked=part).attended()
+        if asked.suffix is None or part.suffix is not None:
+            return found
+        # every query of the part sees the whole suffix
+        over_suffix = replace(part, suffix=asked.suffix).suffix_alone()
+        return api.merge([found, api.Attended(*over_suffix)])
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -316,23 +317,41 @@ def test_past_maxmemory_stores_and_warms_are_refused_and_queries_are_not(
 
 @pytest.mark.parametrize("lane", ["binary", "resp"])
 def test_queries_of_clients_that_left_are_not_computed(tmp_path: Path, lane: str) -> None:
-    heads, tokens, dim, rows = 4, 8192, 64, 2000
-    keys = normal(1, heads, tokens, dim)
+    """All have begun before the clients leave, and each is as long as one that is waited for."""
+    heads, tokens, dim, rows, many = 4, 8192, 64, 3000, 8
+    keys, q, nothing = (normal(n, heads, count, dim) for n, count in enumerate((tokens, rows, 0)))
+    words = ("ATTEND.PREFIX.QUERY", "busy", 0, heads, dim, 1, q.tobytes())
+    body = fused_body("busy", 0, q, (nothing, nothing), bytes(range(heads)))
     with flagged(tmp_path / "data") as server, connected(server, "busy") as asking:
         asking.store(keys, keys)
-        q = normal(2, heads, rows, dim)
-        nothing = normal(3, heads, 0, dim)
+
+        def begun() -> int:
+            """Clients whose last command is a query."""
+            return sum("cmd=attend.prefix.query" in one.lower() for one in clients(asking.wire))
+
+        def until(count: int) -> None:
+            ends_at = time.monotonic() + 30
+            while begun() != count:
+                assert time.monotonic() < ends_at, (begun(), count)
+                time.sleep(0.002)
+
         before = asking.info()["sdpa_queries"]
-        for _ in range(12):
-            with connected(server, "busy") as leaving:
+        with ExitStack() as stack:
+            for _ in range(many):
+                leaving = stack.enter_context(connected(server, "busy"))
                 if lane == "resp":
-                    words = ("ATTEND.PREFIX.QUERY", "busy", leaving.layer, heads, dim, 1)
-                    leaving.wire.send(request(*words, q.tobytes()))
+                    leaving.wire.send(request(*words))
                 else:
-                    body = fused_body(
-                        "busy", leaving.layer, q, (nothing, nothing), bytes(range(heads))
-                    )
                     leaving.lane.sock.sendall(frame(QUERY_FUSED, body))
-                time.sleep(0.05)  # it has arrived, and waits for those before it
-        asking.query(q[:, :1])
-        assert asking.info()["sdpa_queries"] - before < 13  # the first ones had begun
+            until(many)
+        until(0)
+        # takes turns with those that were begun before: it would be done after them
+        assert len(asking.query(q)) == q.nbytes + 4 * heads * rows
+        assert asking.info()["sdpa_queries"] - before == 1
+
+
+def clients(wire: Wire) -> list[str]:
+    """The lines of CLIENT LIST."""
+    answer = wire.ask("CLIENT", "LIST")
+    assert isinstance(answer, bytes)
+    return answer.decode().splitlines()
