@@ -16,12 +16,10 @@ import mlx.core as mx  # noqa: E402
 from mlx_lm.generate import BatchGenerator  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
+from pion_vllm_mlx.cache import evaluation  # noqa: E402
 from pion_vllm_mlx.cache.beside import Beside  # noqa: E402
 from pion_vllm_mlx.cache.layers import cache_arrays  # noqa: E402
-from pion_vllm_mlx.cache.lineage import (
-    LineageOptions,  # noqa: E402
-    kept,  # noqa: E402
-)
+from pion_vllm_mlx.cache.lineage import LineageOptions, bringing, kept  # noqa: E402
 from pion_vllm_mlx.cache.lineage.capture import Since, capture, captured_of  # noqa: E402
 from pion_vllm_mlx.cache.lineage.lending import bytes_of, lend, lend_copies  # noqa: E402
 from pion_vllm_mlx.cache.lineage.shape import Shape  # noqa: E402
@@ -188,7 +186,7 @@ def test_copies_of_what_is_new_are_what_capture_takes(family: str, since: Since)
     if quantized:
         caches = [cache.to_quantized(group_size=32, bits=8) for cache in caches]
     lent = lend_copies(caches, since.rows)
-    mx.eval(list(lent.raw.values()))
+    mx.eval(lent.raw)
     found = captured_of(lent, 150, since, shape, None)
     wanted = capture(caches, 150, since, shape, None)
     mx.eval(wanted.arrays)
@@ -205,6 +203,21 @@ def test_copies_of_what_is_new_are_what_capture_takes(family: str, since: Since)
 
     assert rows(found) == rows(wanted)
     assert dict(found.state_blobs()) == dict(wanted.state_blobs())
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 4096, 20_000, 1 << 20])
+def test_rows_in_pieces_are_the_rows(piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bringing, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(evaluation, "on_cuda", lambda: True)
+    raw = mx.random.randint(0, 255, (1, 6, 100, 32)).astype(mx.uint8)
+    mx.eval(raw)
+    found: list[Any] = []
+    thread = threading.Thread(
+        target=lambda: found.append(bringing.rows_of(raw, slice(2, 5), 7, 90))
+    )
+    thread.start()
+    thread.join()
+    assert found[0].tobytes() == bringing.shared(raw)[0, 2:5, 7:90].tobytes()
 
 
 def test_the_store_is_asked_and_read_beside_the_thread_that_generates(

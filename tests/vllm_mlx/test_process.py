@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("vllm_mlx", reason="vllm-mlx is not installed: make test-vllm-mlx")
 
 from tests.conftest import RunningServer  # noqa: E402
-from tests.serve.front import running_front, until  # noqa: E402
+from tests.serve.front import refused_at_start, running_front, until  # noqa: E402
 from tests.serve.tiny_folder import make_folder  # noqa: E402
 from tests.small_disk import fill, small_disk  # noqa: E402
 from tests.vllm_mlx.process import EngineProcess, greedy, running_process  # noqa: E402
@@ -125,6 +125,7 @@ def test_stats_without_a_store_say_so(engine: EngineProcess) -> None:
     assert stats["tokens_reused"] > 0
 
 
+@pytest.mark.timeout(300)  # six engines, one after the other
 def test_a_restarted_engine_continues_what_the_old_one_was_killed_in(
     tmp_path: Path, pion_server: RunningServer, plain: Path, hybrid: Path
 ) -> None:
@@ -272,6 +273,17 @@ def test_flags_that_choose_another_cache_are_refused_by_name(tmp_path: Path, pla
         with pytest.raises(RuntimeError, match=f"{flag[0]} cannot be used"):
             with running_process(tmp_path, plain, *flag):
                 pass
+
+
+@pytest.mark.parametrize("flag", ["--no-such-flag", "--use-paged-cache"])
+def test_flags_that_the_engine_refuses_end_a_serve_that_loads_on_demand(
+    tmp_path: Path, plain: Path, flag: str
+) -> None:
+    flags = ("--unload-after", "60", "--model", str(plain), flag)
+    said = refused_at_start(tmp_path, "pion_vllm_mlx.serve.engine_vllm_mlx", *flags)
+    assert flag in said.partition("error: ")[2]
+    assert "refuses the flags that serve was started with" in said
+    assert "engine ready" not in said and "Traceback" not in said
 
 
 def test_events_split_and_joined_at_any_byte_are_completed_all_the_same() -> None:

@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import mlx.core as mx
+
 from pion_vllm_mlx.errors import PionError
 
 log = logging.getLogger("pion_vllm_mlx")
@@ -98,7 +100,7 @@ class Background:
                 while not self._tasks and not self._closed:
                     self._changed.wait()
                 if self._closed:
-                    return
+                    break
                 task = self._tasks.popleft()
                 self._busy = True
             self._run(task)
@@ -111,6 +113,7 @@ class Background:
                 self._waiting_bytes = max(0, self._waiting_bytes - task.num_bytes)
                 self._changed.notify_all()
             del task  # its owner may be dropped while this thread waits
+        mx.clear_streams()
 
     def _run(self, task: Task) -> None:
         try:

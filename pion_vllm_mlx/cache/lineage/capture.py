@@ -23,6 +23,7 @@ from pion_vllm_mlx.cache.boundary import storage_leaves
 from pion_vllm_mlx.cache.lanes_codec import FLOAT_DTYPES, layout_of
 from pion_vllm_mlx.cache.layers import StoredCache, dismantle
 from pion_vllm_mlx.cache.leaf import LeafRows, LeafSpec, Side, dtype_name
+from pion_vllm_mlx.cache.lineage.bringing import Bytes, rows_of, shared
 from pion_vllm_mlx.cache.lineage.coverage import Window
 from pion_vllm_mlx.cache.lineage.lending import Lent
 from pion_vllm_mlx.cache.lineage.shape import (
@@ -42,9 +43,6 @@ SMALL_BYTES = 4 << 20
 
 _NATIVE = {name: dtype_name(dtype) for name, dtype in FLOAT_DTYPES.items()}
 _LARGEST_FP16 = 65519.0
-
-Bytes = NDArray[np.uint8]
-
 
 @dataclass(frozen=True)
 class HeldRows:
@@ -76,7 +74,7 @@ class HeldRows:
         """The bytes of rows ``[start, end)`` in the leaf's format and layout."""
         heads = slice(self.first_head, self.first_head + self.heads)
         shift = self.first_row - self.start
-        table = _table(self.raw)[0, heads, start + shift : end + shift]
+        table = rows_of(self.raw, heads, start + shift, end + shift)
         name = leaf.format_of(self.side)
         if name.startswith("raw:") or _NATIVE.get(name) == self.dtype:
             return np.ascontiguousarray(table).reshape(-1)
@@ -120,7 +118,7 @@ class HeldState:
     def part(self) -> StatePart:
         if not self.raw.size:
             return StatePart(self.dtype, self.shape, memoryview(b""))
-        view = np.ascontiguousarray(_table(self.raw)).data
+        view = np.ascontiguousarray(shared(self.raw)).data
         return StatePart(self.dtype, self.shape, view.cast("B"))
 
 
@@ -220,13 +218,14 @@ def captured_of(
 def _lent_rows(part: LeafRows, lent: Lent) -> HeldRows:
     heads, dtype = part.buffer.shape[1], dtype_name(part.buffer.dtype)
     where = (part.layer, part.side, part.start, part.start + part.count)
-    place = id(part.buffer)
-    first = part.first - lent.first.get(place, 0)
-    return HeldRows(*where, lent.raw[place], 0, heads, dtype, first)
+    place = lent.places[id(part.buffer)]
+    first = part.first - place.first_row
+    return HeldRows(*where, place.raw, place.first_head, heads, dtype, first)
 
 
 def _lent_state(array: mx.array, lent: Lent) -> HeldState:
-    return HeldState(state_dtype(array.dtype), tuple(array.shape), lent.raw[id(array)])
+    raw = lent.places[id(array)].raw
+    return HeldState(state_dtype(array.dtype), tuple(array.shape), raw)
 
 
 _Row = tuple[int, Side, int, mx.array]
@@ -335,11 +334,6 @@ def _copied_together(rows: Sequence[_Row]) -> list[_Whole]:
         (mx.concatenate([mx.contiguous(group[0][3]), *(row[3] for row in group[1:])], 1), group)
         for group in groups.values()
     ]
-
-
-def _table(raw: mx.array) -> Bytes:
-    """The bytes of an array, shared with it; waits until it is computed."""
-    return np.asarray(memoryview(raw))  # type: ignore[arg-type]  # mlx's stubs omit the buffer protocol
 
 
 def _as_float32(table: Bytes, dtype: str) -> NDArray[np.float32]:

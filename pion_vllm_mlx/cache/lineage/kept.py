@@ -108,7 +108,7 @@ class Kept(Stored):
             lent = lend(caches) if whole else lend_copies(caches, since.rows)
             new = lent.num_bytes * (length - since.rows) // length if whole else lent.num_bytes
             found = partial(captured_of, lent, length, since, shape, vquant)
-            return Taken(list(lent.raw.values()), found, new)
+            return Taken(lent.raw, found, new)
         captured = capture(caches, length, since, shape, vquant)
         return Taken(captured.arrays, lambda: captured, captured.num_bytes)
 

@@ -12,7 +12,7 @@ of it to the host, ``lend_copies`` has the new rows copied, and the copies are l
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -31,19 +31,32 @@ def at_once(arrays: Sequence[mx.array], then: Callable[[], None]) -> None:
 
 
 @dataclass(frozen=True)
-class Lent:
-    """Cache objects of one's own, and the bytes of each of their arrays, by its id.
+class Place:
+    """Where the bytes of an array are: in ``raw``, from a head and a row on."""
 
-    Where ``first`` names an array, only its rows from that one on.
+    raw: mx.array
+    first_head: int = 0
+    first_row: int = 0
+
+
+@dataclass(frozen=True)
+class Lent:
+    """Cache objects of one's own, and where the bytes of each of their arrays are, by its id.
+
+    Not all rows of an array have to be there.
     """
 
     caches: list[Any]
-    raw: dict[int, mx.array]
-    first: dict[int, int] = field(default_factory=dict)
+    places: dict[int, Place]
+
+    @property
+    def raw(self) -> list[mx.array]:
+        """What has to be scheduled before another thread may look at it."""
+        return list({id(place.raw): place.raw for place in self.places.values()}.values())
 
     @property
     def num_bytes(self) -> int:
-        return sum(array.nbytes for array in self.raw.values())
+        return sum(array.nbytes for array in self.raw)
 
 
 def can_be_lent() -> bool:
@@ -54,27 +67,35 @@ def can_be_lent() -> bool:
 def lend(caches: Sequence[Any]) -> Lent:
     """What another thread needs of ``caches``.
 
-    It may look at it when all of ``raw`` have been scheduled on this thread.
+    It may look at it when all of ``raw`` has been scheduled on this thread.
     """
     own = list(_shells(caches))
-    return Lent(own, {id(array): bytes_of(array) for array in cache_arrays(own)})
+    return Lent(own, {id(array): Place(bytes_of(array)) for array in cache_arrays(own)})
 
 
 def lend_copies(caches: Sequence[Any], rows: int) -> Lent:
     """``lend``, of copies: of plain rows only those from token ``rows`` on, of others all.
 
-    Lazy too, and as few calls.
+    Lazy too. The rows of like layers are copied in one go: what counts is the number of calls.
     """
     lent = Lent(list(_shells(caches)), {})
+    alike: dict[tuple[int, int, mx.Dtype], list[tuple[int, mx.array]]] = {}
     for cache in lent.caches:
         plain = type(cache) in (KVCache, QuantizedKVCache)
         for array in cache_arrays([cache]):
             if not plain:
-                lent.raw[id(array)] = bytes_of(mx.contiguous(array))
+                lent.places[id(array)] = Place(bytes_of(mx.contiguous(array)))
             elif rows < cache.offset:
-                new = mx.contiguous(array[:, :, rows : cache.offset])
-                lent.raw[id(array)] = bytes_of(new)
-                lent.first[id(array)] = rows
+                new = array[:, :, rows : cache.offset]
+                kind = (cache.offset, array.shape[3], array.dtype)
+                alike.setdefault(kind, []).append((id(array), new))
+    for group in alike.values():
+        first, *others = (new for _, new in group)
+        raw = bytes_of(mx.concatenate([mx.contiguous(first), *others], axis=1))
+        head = 0
+        for name, new in group:
+            lent.places[name] = Place(raw, head, rows)
+            head += new.shape[1]
     return lent
 
 
