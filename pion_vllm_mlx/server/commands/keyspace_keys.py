@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.arguments import word
 from pion_vllm_mlx.server.command import Effect, Reply
 from pion_vllm_mlx.server.keyspace.changes import Change, Verb, change
+from pion_vllm_mlx.server.keyspace.data import Data, Entry
 from pion_vllm_mlx.server.keyspace.glob import Matches, matcher
 from pion_vllm_mlx.server.keyspace.values import kind_of
 from pion_vllm_mlx.server.keyspace_command import (
@@ -22,15 +21,15 @@ from pion_vllm_mlx.server.keyspace_command import (
     writes,
 )
 from pion_vllm_mlx.server.session import Context
+from pion_vllm_mlx.server.turns import at_once, in_turns
 from pion_vllm_mlx.wire.resp import Arg, Simple
 
 OK = Simple("OK")
 #: keys that one step of SCAN looks at, at least: a small keyspace needs one step.
 _SCAN_STEP = 1000
 _MAX_SCAN_STEP = 1_000_000
-#: names of fewer bytes are matched at once, others in turns that last so long.
+#: names of fewer bytes are matched at once, others in turns.
 _AT_ONCE_BYTES = 8 << 10
-_TURN_SECONDS = 0.002
 _CURSOR = re.compile(rb"[0-9]{1,20}")
 
 
@@ -166,60 +165,50 @@ def pttl(context: Context, args: list[Arg]) -> Reply:
 # -- all keys ------------------------------------------------------------------
 
 
-def _own_names(context: Context) -> Iterator[bytes]:
-    """Every key as this connection knows it; a tenant knows its own."""
-    tenant, names = context.client.tenant, context.keys.names()
-    if not tenant:
-        return names
-    mine = tenant + b":"
-    return (name[len(mine) :] for name in names if name.startswith(mine))
-
-
-def _at_leisure(
+def _listed(
     context: Context,
-    names: Sequence[bytes],
-    wanted: Matches,
-    reply: Callable[[list[bytes]], Reply] = list,
+    parts: Iterable[list[bytes]],
+    wanted: Callable[[bytes, Entry], bool],
+    reply: Callable[[list[bytes]], Reply] = lambda found: found,
 ) -> Reply | Awaitable[Reply]:
-    """A reply of the names that are wanted; where that takes long, others have their turns.
+    """A reply of the names that are wanted, as this connection knows them.
 
-    A transaction is of one moment: there nobody has.
+    A tenant knows its own. Where there are many, others have their turns meanwhile; what is
+    there all the while is listed. A transaction is of one moment: there nobody has a turn.
     """
-    if context.overlay is not None or sum(map(len, names)) < _AT_ONCE_BYTES:
-        return reply([name for name in names if wanted(name)])
-    return _in_turns(names, wanted, reply)
-
-
-async def _in_turns(
-    names: Sequence[bytes], wanted: Matches, reply: Callable[[list[bytes]], Reply]
-) -> Reply:
+    view, mine = context.keys, context.stored(b"")
     found: list[bytes] = []
-    ends_at = time.monotonic() + _TURN_SECONDS
-    for name in names:
-        if wanted(name):
-            found.append(name)
-        if time.monotonic() > ends_at:
-            await asyncio.sleep(0)
-            ends_at = time.monotonic() + _TURN_SECONDS
+
+    def look(stored: bytes) -> None:
+        if stored.startswith(mine):
+            entry, name = view.entry(stored), stored[len(mine) :]
+            if entry is not None and wanted(name, entry):
+                found.append(name)
+
+    async def listed() -> Reply:
+        await in_turns(parts, look)
+        return reply(found)
+
+    if context.overlay is None and not _is_small(view.data):
+        return listed()
+    at_once(parts, look)
     return reply(found)
+
+
+def _is_small(data: Data) -> bool:
+    """Whether looking at all names takes no time."""
+    return len(data.entries) <= _SCAN_STEP and sum(map(len, data.entries)) < _AT_ONCE_BYTES
 
 
 @reads("KEYS", 2, "The keys that match a pattern.", syntax="pattern", keys=None, tenant=True)
 def keys(context: Context, args: list[Arg]) -> Reply | Awaitable[Reply]:
-    pattern = word(args[1])
-    if pattern == b"*":
-        return list(_own_names(context))
-    return _at_leisure(context, list(_own_names(context)), matcher(pattern))
+    pattern, data = word(args[1]), context.keys.data
+    matches: Matches = matcher(pattern) if pattern != b"*" else _anything
+    return _listed(context, data.parts(0, data.last_place), lambda name, entry: matches(name))
 
 
-def _scanned(context: Context, cursor: int, step: int) -> tuple[int, list[bytes]]:
-    """The next cursor, 0 at the end, and keys; a tenant gets all of its own at once.
-
-    Cursors count the keys of everybody.
-    """
-    if context.client.tenant:
-        return 0, [] if cursor else list(_own_names(context))
-    return context.keys.data.scan(cursor, step)
+def _anything(name: bytes) -> bool:
+    return True
 
 
 @reads(
@@ -249,16 +238,25 @@ def scan(context: Context, args: list[Arg]) -> Reply | Awaitable[Reply]:
                 raise syntax_error()
     if count < 1:
         raise syntax_error()
-    view = context.keys
-    step = min(max(count, _SCAN_STEP), _MAX_SCAN_STEP)
-    cursor, names = _scanned(context, int(cursor_text), step)
     matches = matcher(pattern)
 
-    def wanted(name: bytes) -> bool:
-        entry = view.entry(context.stored(name))
-        return entry is not None and matches(name) and kind in ("", kind_of(entry.value))
+    def wanted(name: bytes, entry: Entry) -> bool:
+        return matches(name) and kind in ("", kind_of(entry.value))
 
-    return _at_leisure(context, names, wanted, lambda found: [b"%d" % cursor, found])
+    parts, following = _step(context, int(cursor_text), min(max(count, _SCAN_STEP), _MAX_SCAN_STEP))
+    return _listed(context, parts, wanted, lambda found: [b"%d" % following, found])
+
+
+def _step(context: Context, cursor: int, count: int) -> tuple[Iterable[list[bytes]], int]:
+    """The keys of one step of SCAN, and the next cursor, 0 at the end.
+
+    Cursors count the keys of everybody, so a tenant gets all of its own at once.
+    """
+    data = context.keys.data
+    if context.client.tenant:
+        return [] if cursor else data.parts(0, data.last_place), 0
+    last, following = data.step(cursor, count)
+    return data.parts(cursor, last), following
 
 
 @reads("DBSIZE", 1, "Number of keys.", keys=None)

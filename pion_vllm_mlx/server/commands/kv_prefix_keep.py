@@ -49,8 +49,8 @@ def kv_prefix_pin(context: Context, args: list[Arg]) -> Effect:
     new = [session for session in sides if not session.pinned]
     if new:
         sessions, mine = context.state.sessions.values(), context.stored(b"")
-        known = [session for session in sessions if session.sid.startswith(mine)]
-        refusal = context.store.space.pin_limits.refusal(known, new)
+        pinned = [one for one in sessions if one.pinned and one.sid.startswith(mine)]
+        refusal = context.store.space.pin_limits.refusal(pinned, new)
         if refusal:
             raise CommandError(f"KV.PREFIX.PIN: {refusal}")
     effects = [Pin(tuple(session.sid for session in new), True)] if new else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -16,6 +16,7 @@ from pion_vllm_mlx.server.command import Reply, command
 from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.memory_limit import anonymous_bytes
 from pion_vllm_mlx.server.session import Context, Server
+from pion_vllm_mlx.server.turns import at_once, in_turns
 from pion_vllm_mlx.wire.resp import Arg, Map, Simple
 
 #: the Redis version whose dialect is spoken.
@@ -110,17 +111,29 @@ def _keyspace(server: Server) -> Pairs:
     return [("db0", f"keys={count},expires={data.timed(now)},avg_ttl=0")] if count else []
 
 
-def _own_keyspace(context: Context) -> Pairs:
-    """As ``_keyspace``, of the keys of one tenant; looks at everybody's."""
-    mine = context.stored(b"")
-    keyspace = context.server.keyspace
-    entries, now = keyspace.data.entries.items(), keyspace.now
-    own = [entry for key, entry in entries if key.startswith(mine) and entry.alive(now)]
-    timed = sum(1 for entry in own if entry.deadline)
-    return [("db0", f"keys={len(own)},expires={timed},avg_ttl=0")] if own else []
+class _OwnKeys:
+    """Counts the keys of one tenant among everybody's."""
+
+    def __init__(self, context: Context) -> None:
+        self._mine = context.stored(b"")
+        self._data, self._now = context.server.keyspace.data, context.server.keyspace.now
+        self._keys = self._timed = 0
+
+    def look(self, key: bytes) -> None:
+        if key.startswith(self._mine) and (entry := self._data.find(key, self._now)) is not None:
+            self._keys += 1
+            self._timed += bool(entry.deadline)
+
+    def parts(self) -> Iterator[list[bytes]]:
+        return self._data.parts(0, self._data.last_place)
+
+    def pairs(self) -> Pairs:
+        """As ``_keyspace``, of what was looked at."""
+        keys, timed = self._keys, self._timed
+        return [("db0", f"keys={keys},expires={timed},avg_ttl=0")] if keys else []
 
 
-def _seen_by_tenant(context: Context) -> dict[str, Callable[[], Pairs]]:
+def _seen_by_tenant(context: Context, own: _OwnKeys) -> dict[str, Callable[[], Pairs]]:
     """What INFO tells a tenant: the server as such, and what is its own."""
     server, tenant = context.server, context.client.tenant
     hidden = ("unix_socket", "config_dir")
@@ -131,7 +144,7 @@ def _seen_by_tenant(context: Context) -> dict[str, Callable[[], Pairs]]:
         ],
         "persistence": lambda: [("loading", 0)],
         "replication": lambda: _replication(server),
-        "keyspace": lambda: _own_keyspace(context),
+        "keyspace": own.pairs,
     }
 
 
@@ -153,20 +166,35 @@ def section_text(title: str, pairs: Pairs) -> str:
 
 
 @command("INFO", -1, "The server in numbers.", syntax="[section...]", tenant=True)
-def info(context: Context, args: list[Arg]) -> Reply:
+def info(context: Context, args: list[Arg]) -> Reply | Awaitable[Reply]:
     wanted = {arguments.word(arg).decode("latin-1").lower() for arg in args[1:]}
     everything = not wanted or wanted & {"all", "everything", "default"}
+    own = _OwnKeys(context)
     if context.client.tenant:
-        known = _seen_by_tenant(context)
+        known = _seen_by_tenant(context, own)
     else:
         known = {name: partial(pairs, context.server) for name, pairs in _SECTIONS.items()}
-    # only what is asked for is counted: some of it takes time
-    sections = [
-        section_text(name.capitalize(), pairs())
-        for name, pairs in known.items()
-        if everything or name in wanted
-    ]
-    return "\r\n".join(sections)
+
+    def text() -> str:
+        # only what is asked for is counted: some of it takes time
+        sections = [
+            section_text(name.capitalize(), pairs())
+            for name, pairs in known.items()
+            if everything or name in wanted
+        ]
+        return "\r\n".join(sections)
+
+    async def counted() -> Reply:
+        await in_turns(own.parts(), own.look)
+        return text()
+
+    if not context.client.tenant or not (everything or "keyspace" in wanted):
+        return text()
+    if context.overlay is None:
+        return counted()
+    # a transaction is of one moment
+    at_once(own.parts(), own.look)
+    return text()
 
 
 @command("PION.STATS", -1, "The value receipt of this worker; RESET zeroes it.", syntax="[RESET]")

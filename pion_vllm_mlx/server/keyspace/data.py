@@ -22,6 +22,8 @@ V = TypeVar("V", bytes, Hash, List, Members, SortedSet)
 
 #: how many pairs or items of one key a change of a snapshot holds at most.
 _SNAPSHOT_PARTS = 1000
+#: how many keys a part of them holds at most.
+_PART_KEYS = 500
 
 
 @dataclass(slots=True)
@@ -74,23 +76,35 @@ class Data:
         entry = self.entries.get(key)
         return entry if entry is not None and entry.alive(now) else None
 
-    def names(self, now: int) -> Iterator[bytes]:
-        """Every key that is not past its deadline."""
-        return (key for key, entry in self.entries.items() if entry.alive(now))
+    @property
+    def last_place(self) -> int:
+        """The place in SCAN's order behind which keys come that are not there yet."""
+        return self._serial
 
-    def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """Up to ``count`` keys behind a cursor, and the next cursor, 0 at the end.
+    def step(self, cursor: int, count: int) -> tuple[int, int]:
+        """The last of up to ``count`` places behind a cursor, and the next cursor, 0 at the end."""
+        end = bisect_right(self._serials, cursor) + count
+        if end >= len(self._serials):
+            return self._serial, 0
+        return self._serials[end - 1], self._serials[end - 1]
 
-        A key that is there during a whole scan is returned once.
+    def parts(self, cursor: int, last: int) -> Iterator[list[bytes]]:
+        """The keys at the places behind a cursor up to the ``last``, a part at a time.
+
+        Between two parts keys may change: one that is there all the while is in one part. So is
+        in a scan one that is there during all its steps.
         """
-        at = bisect_right(self._serials, cursor)
-        end = at + count
-        found = [
-            name
-            for name, serial in zip(self._names[at:end], self._serials[at:end], strict=True)
-            if name in self.entries and self.entries[name].serial == serial
-        ]
-        return (0 if end >= len(self._names) else self._serials[end - 1]), found
+        while cursor < last:
+            at = bisect_right(self._serials, cursor)
+            end = min(at + _PART_KEYS, bisect_right(self._serials, last))
+            if at >= end:
+                return
+            cursor = self._serials[end - 1]
+            yield [
+                name
+                for name, serial in zip(self._names[at:end], self._serials[at:end], strict=True)
+                if name in self.entries and self.entries[name].serial == serial
+            ]
 
     def expired(self, now: int, limit: int) -> list[bytes]:
         """Up to ``limit`` keys past their deadline. They have to be deleted by a change."""
@@ -374,9 +388,12 @@ class Overlay(Data):
     def _note_deadline(self, key: bytes, deadline: int) -> None:
         pass
 
-    def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """Every key in one go."""
-        return 0, list(self.entries)
+    def step(self, cursor: int, count: int) -> tuple[int, int]:
+        return 0, 0
+
+    def parts(self, cursor: int, last: int) -> Iterator[list[bytes]]:
+        """Every key in one go, wherever it has its place."""
+        yield list(self.entries)
 
     def size(self, now: int) -> int:
         return sum(1 for entry in self.entries.values() if entry.alive(now))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pion_vllm_mlx.server.keyspace.data import Data, Entry, V, of_kind
@@ -20,9 +19,6 @@ class View:
     def entry(self, key: bytes) -> Entry | None:
         """What a key holds, whatever its kind; None when it is not there."""
         return self.data.find(key, self.now)
-
-    def names(self) -> Iterator[bytes]:
-        return self.data.names(self.now)
 
     def string(self, key: bytes) -> bytes | None:
         return self._value(key, bytes)
