@@ -36,6 +36,7 @@ from tests.recovery.state_machine_commands import (
 )
 from tests.recovery.state_machine_invalid import INVALID, invalid_commands
 from tests.recovery.state_machine_keys import Moment
+from tests.recovery.state_machine_model import group_of
 from tests.recovery.state_machine_observe import observe
 from tests.recovery.state_machine_server import ForkedServer, Nursery, drain
 from tests.recovery.state_machine_steps import Steps, now, outcome
@@ -182,8 +183,10 @@ def _possible(worlds: list[World], sent: list[Words], answered: int) -> list[Wor
             # states have a log of their own, which is written first
             half = world.copy()
             for name in words[1:]:
-                namespace = name if words[0] == b"KV.PREFIX.DROP" else name[:-3]
-                half.prefixes.drop_namespace_states(namespace)
+                if words[0] == b"KV.PREFIX.DROP":
+                    half.prefixes.drop_namespace_states(name)
+                elif name in half.prefixes.sides and group_of(name) != name:
+                    half.prefixes.drop_namespace_states(group_of(name))
                 found.append(half.copy())
     return found
 
