@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 from pion_vllm_mlx.cache.lineage import LineageOptions
 from pion_vllm_mlx.errors import PionError
 from pion_vllm_mlx.serve.engine_child import (
-    WRONG_USE,
     EngineLink,
     leave_requests_to_front,
     report_ready,
     take_link,
     watch_lifeline,
 )
+from pion_vllm_mlx.serve.engine_flags import refuse_wrong_values
 from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
 from pion_vllm_mlx.serve.store_options import store_options
 
@@ -87,9 +87,7 @@ class Engine:
 
         server: Any = importlib.import_module("mlx_lm.server")
         cli = vars(model_provider.cli_args)
-        if cli["prefill_step_size"] < 1:  # a prompt would never get anywhere
-            print("error: --prefill-step-size must be at least 1", file=sys.stderr)
-            raise SystemExit(WRONG_USE)
+        refuse_wrong_values(cli)
         group = mx.distributed.init()
         options = lineage_options(self._flags, self._link, cli)
         if group.size() > 1 and options is not None:

@@ -13,7 +13,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +28,8 @@ _HEALTH_PAUSE_SECONDS = 0.1
 _HEALTH_SECONDS = 30.0
 _SILENT_SECONDS = 5.0
 _READY_BYTES = 64 << 10
+_REFUSES = "refuses the flags that serve was started with; serve's log says which"
+_FLAGS = "pion_vllm_mlx.serve.engine_flags"
 
 
 class EngineFailed(PionError):
@@ -114,20 +116,41 @@ async def start_engine(command: EngineCommand, seconds: float | None) -> EngineP
     return EngineProcess(process, client, lifeline)
 
 
+async def check_flags(command: EngineCommand) -> None:
+    """Ask the engine whether it takes its flags; nothing is loaded.
+
+    Raises ``EngineFailed`` where it refuses them, and has said why.
+    """
+    process = await _run([_FLAGS, command.module, *command.arguments])
+    try:
+        code = await process.wait()
+    finally:
+        await _end(process, 0.0)
+    if code == WRONG_USE:
+        raise EngineFailed(f"the engine {_REFUSES}")
+
+
 async def _spawn(
     command: EngineCommand, key: str, ready: int, lifeline: int
 ) -> asyncio.subprocess.Process:
-    source = str(Path(pion_vllm_mlx.__file__).parent.parent)
     shared = config.EngineEnvironment(key, command.tenant).variables()
-    words = ["-m", command.module, "--ready-fd", str(ready), "--lifeline-fd", str(lifeline)]
+    words = [command.module, "--ready-fd", str(ready), "--lifeline-fd", str(lifeline)]
     words.append("--front-logs")
+    return await _run([*words, *command.arguments], shared, (ready, lifeline))
+
+
+async def _run(
+    words: Sequence[str], shared: Mapping[str, str] | None = None, pass_fds: tuple[int, ...] = ()
+) -> asyncio.subprocess.Process:
+    """``python -m words`` in a session of its own. Raises ``EngineFailed``."""
+    source = str(Path(pion_vllm_mlx.__file__).parent.parent)
     try:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, *words, *command.arguments),
+            *(sys.executable, "-m", *words),
             # The child must find the package where we did, also in the working folder.
-            env={**config.child_environment(prepend={"PYTHONPATH": source}), **shared},
+            env={**config.child_environment(prepend={"PYTHONPATH": source}), **(shared or {})},
             stdin=asyncio.subprocess.DEVNULL,
-            pass_fds=(ready, lifeline),
+            pass_fds=pass_fds,
             start_new_session=True,
         )
     except OSError as error:
@@ -163,7 +186,7 @@ async def _until_healthy(process: asyncio.subprocess.Process, ready: int, key: s
 def _why_ended(code: int | None) -> str:
     ended = f"the engine ended with code {code} before it was ready"
     if code == WRONG_USE:
-        return f"{ended}: it refuses the flags that serve was started with; serve's log says which"
+        return f"{ended}: it {_REFUSES}"
     return ended
 
 

@@ -12,7 +12,7 @@ import importlib.util
 import logging
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from types import FrameType
 
 import uvicorn
@@ -123,25 +123,23 @@ async def _serve(options: ServeOptions, listening: socket.socket, module: str | 
     shown = f"[{host}]" if ":" in host else host
     print(f"pion-vllm-mlx serve on http://{shown}:{port} ({options.engine})", flush=True)
     wanted = options.unload_after is None
-    first = asyncio.create_task(_first_start(supervisor, server) if wanted else _nothing())
+    work = supervisor.start() if wanted else supervisor.check()
+    first = asyncio.create_task(_begin(work, server))
     try:
         await server.serve(sockets=[listening])
     finally:
         failed = first.done() and first.result() is False
         first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
         await supervisor.close()
     return 1 if failed else 0
 
 
-async def _first_start(supervisor: Supervisor, server: uvicorn.Server) -> bool:
-    """Load the model with the front, which ends when that fails; whether it came up."""
+async def _begin(work: Awaitable[object], server: uvicorn.Server) -> bool:
+    """Start or check the engine with the front, which ends when that fails; whether it did not."""
     try:
-        await supervisor.start()
+        await work
     except EngineFailed:  # logged where it was found
         server.should_exit = True
         return False
-    return True
-
-
-async def _nothing() -> bool:
     return True

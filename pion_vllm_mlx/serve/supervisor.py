@@ -22,6 +22,7 @@ from pion_vllm_mlx.serve.engine_process import (
     EngineCommand,
     EngineFailed,
     EngineProcess,
+    check_flags,
     start_engine,
 )
 
@@ -127,6 +128,14 @@ class Supervisor:
     async def start(self) -> EngineClient:
         """Start the engine now. Raises ``EngineFailed``; takes what loading takes."""
         return (await asyncio.shield(self._start_task())).client
+
+    async def check(self) -> None:
+        """See whether the engine takes its flags, before it is started. Raises ``EngineFailed``."""
+        try:
+            await check_flags(self.command)
+        except EngineFailed as error:
+            log.error("%s", error)
+            raise
 
     def wake(self) -> None:
         """Let an engine come up, in the background."""

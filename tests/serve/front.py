@@ -133,6 +133,13 @@ def _port(front: Front) -> int:
         time.sleep(0.02)
 
 
+def refused_at_start(folder: Path, engine: str, *flags: str) -> str:
+    """What a front over ``engine`` has printed that ends for its flags before anybody asks."""
+    with running_front(folder, *flags, engine=engine, healthy=False) as front:
+        assert front.process.wait(timeout=START_SECONDS) == 1, front.output()
+    return front.output()
+
+
 def until(condition: Any, what: str, seconds: float = 30.0) -> None:
     """Wait until ``condition()`` holds."""
     deadline = time.monotonic() + seconds

@@ -23,7 +23,7 @@ import pytest
 from pion_vllm_mlx.serve.api_errors import ApiError
 from pion_vllm_mlx.serve.engine_child import EngineLink, report_ready
 from pion_vllm_mlx.serve.engine_client import _broken_off
-from tests.serve.front import Front, alive, running_front, until
+from tests.serve.front import Front, alive, refused_at_start, running_front, until
 
 CHAT = "/v1/chat/completions"
 
@@ -293,3 +293,24 @@ def test_on_demand_a_failed_start_is_a_502_that_says_so(tmp_path: Path) -> None:
         assert status == 502
         assert "code 7" in body["error"]["message"]
         assert front.stop() == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
+        (("--prefill-step-size", "0"), "--prefill-step-size must be at least 1"),
+    ],
+)
+@pytest.mark.parametrize("unload", [(), ("--unload-after", "60")])
+def test_flags_that_the_engine_refuses_end_serve_at_its_start(
+    tmp_path: Path, unload: tuple[str, ...], flags: tuple[str, ...], told: str
+) -> None:
+    pytest.importorskip("mlx_lm")
+    folder = tmp_path / "model"
+    folder.mkdir()
+    named = ("--model", str(folder), *flags)
+    said = refused_at_start(tmp_path, "pion_vllm_mlx.serve.engine_mlx_lm", *unload, *named)
+    assert told in said
+    assert "refuses the flags that serve was started with" in said
+    assert "engine ready" not in said and "Traceback" not in said
