@@ -108,13 +108,12 @@ class AttendClient:
 
     def shapes(self, namespace: str, sid: str, layers: int) -> list[tuple[str, int, int, int]]:
         """The same with H_kv, N and D of each; 0 of one that is missing."""
-        found = []
-        for reply in self._looked_up(namespace, sid, layers, "SHAPE"):
-            if not isinstance(reply, list) or len(reply) != 4:
-                raise StoreUnavailable("ATTEND.PREFIX.LOOKUP answered something else than a shape")
-            heads, tokens, dim = (int(number) for number in reply[1:])
-            found.append((_text(reply[0]), heads, tokens, dim))
-        return found
+        return [_shape(reply) for reply in self._looked_up(namespace, sid, layers, "SHAPE")]
+
+    def shape(self, slot: Slot) -> tuple[str, int, int, int]:
+        """HIT, COLD or MISS of one slot, with H_kv, N and D; 0 where it is missing."""
+        command: list[Part] = ["ATTEND.PREFIX.LOOKUP", slot.sid, slot.layer, "SHAPE"]
+        return _shape(self._client.ask(slot.namespace, lambda c: c.command(*command)))
 
     def has_record(self, namespace: str) -> bool:
         """Whether a whole prefix is stored under the namespace."""
@@ -307,6 +306,13 @@ class AttendClient:
 
 def _text(reply: Any) -> str:
     return reply.decode() if isinstance(reply, bytes) else str(reply)
+
+
+def _shape(reply: Any) -> tuple[str, int, int, int]:
+    if not isinstance(reply, list) or len(reply) != 4:
+        raise StoreUnavailable("ATTEND.PREFIX.LOOKUP answered something else than a shape")
+    heads, tokens, dim = (int(number) for number in reply[1:])
+    return _text(reply[0]), heads, tokens, dim
 
 
 def _floats(reply: Any, size: int) -> Floats:

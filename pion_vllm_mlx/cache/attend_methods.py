@@ -9,9 +9,10 @@ prefix attends to that one and to no other. An object that asked for none attend
 under ``<namespace>_attn``, by ``attend_store_layer`` say, else to the prefix that the namespace
 has at the moment, if that is resident.
 
-Every method raises TypeError naming what is no array of floats or no whole number, ValueError
-for arrays and numbers that do not fit together, ServerRefused, a RuntimeError, for what the
-server refuses, and StoreUnavailable where it does not answer.
+Every method raises TypeError naming what is no array of floats, no whole number or no text,
+ValueError for an empty namespace and for arrays and numbers that do not fit together,
+ServerRefused, a RuntimeError, for what the server refuses, and StoreUnavailable where it does not
+answer.
 Who asked for nothing takes a namespace at its word: neither model nor tokens are compared.
 """
 
@@ -157,12 +158,17 @@ class AttendMethods:
         fa_window: int | None = None,
         selector: str = "block_mean",
     ) -> Floats:
-        """``Q`` ``(H_q, D)`` over the best ``K_top`` blocks of ``B`` tokens, and the tail."""
-        q = _floats(Q, "Q", 2)
-        nothing = np.empty((_kv_heads(q, H_kv, head_map), 0, q.shape[1]), np.float32)
-        return self.attend_query_sparse_auto_fused(
-            namespace, layer_id, q, B, K_top, nothing, nothing, None, head_map, fa_window, selector
-        )
+        """``Q`` ``(H_q, D)`` over the best ``K_top`` blocks of ``B`` tokens, and the tail.
+
+        ``H_kv`` None is what the slot has, which takes a question more; ``head_map`` None
+        shares the stored heads evenly. Raises ServerRefused where no slot says H_kv.
+        """
+        q, chosen = _floats(Q, "Q", 2), _chosen(B, K_top, selector)
+        slot, named = _slot(namespace, layer_id), None if head_map is None else _map(head_map)
+        kv_heads = self._stored_heads(slot) if H_kv is None else _given_heads(H_kv)
+        nothing = np.empty((kv_heads, 0, q.shape[1]), np.float32)
+        mapped = even_head_map(q.shape[0], kv_heads) if named is None else named
+        return self._sparse(slot, Query(q[:, None], nothing, nothing, mapped, fa_window), chosen)
 
     def attend_query_sparse_auto_fused(  # noqa: PLR0913  (the published signature)
         self,
@@ -178,21 +184,13 @@ class AttendMethods:
         fa_window: int | None = None,
         selector: str = "block_mean",
     ) -> Floats:
-        """The same and the whole suffix ``(H_kv, S, D)``."""
+        """The same and the whole suffix ``(H_kv, S, D)``, which says H_kv."""
         q, (keys, values) = _floats(Q, "Q", 2), _pair(K_suf, V_suf, "K_suf", "V_suf")
         if H_kv is not None and whole_number(H_kv, "H_kv") != keys.shape[0]:
             raise ValueError(f"H_kv is {H_kv}, and the suffix has {keys.shape[0]} heads")
-        top, block = whole_number(K_top, "K_top"), whole_number(B, "B")
-        chosen = Sparse(block, top, selector_number(selector))
+        chosen, slot = _chosen(B, K_top, selector), _slot(namespace, layer_id)
         mapped = even_head_map(q.shape[0], keys.shape[0]) if head_map is None else _map(head_map)
-        query = Query(q[:, None], keys, values, mapped, fa_window)
-        slot, shape = _slot(namespace, layer_id), (keys.shape[0], q.shape[1])
-        try:
-            return self._asked(slot, shape, lambda at: self._attend.sparse(at, query, chosen))[:, 0]
-        except PionError as error:
-            if self._attend_debug:
-                log.warning("sparse attention over %s layer %d: %s", namespace, layer_id, error)
-            raise
+        return self._sparse(slot, Query(q[:, None], keys, values, mapped, fa_window), chosen)
 
     def attend_drop(self, namespace: str) -> None:
         """Forgets what this object knows of a namespace; no command travels."""
@@ -200,6 +198,35 @@ class AttendMethods:
         self._attend_sids.pop(namespace, None)
 
     # -- inside -------------------------------------------------------------------
+
+    def _sparse(self, slot: Slot, query: Query, chosen: Sparse) -> Floats:
+        """``(H_q, D)`` for one query token."""
+        shape = query.keys.shape[0], query.q.shape[2]
+        try:
+            return self._asked(slot, shape, lambda at: self._attend.sparse(at, query, chosen))[:, 0]
+        except PionError as error:
+            if self._attend_debug:
+                where = f"{slot.namespace} layer {slot.layer}"
+                log.warning("sparse attention over %s: %s", where, error)
+            raise
+
+    def _stored_heads(self, slot: Slot) -> int:
+        """H_kv of the slot that a query of this namespace and layer is to be answered from.
+
+        Raises ServerRefused where there is none, warm or cold, and no record that tells.
+        """
+        sid = self._attend_sids.get(slot.namespace)
+        with _refusals():
+            _, heads, _, _ = self._attend.shape(slot if sid is None else replace(slot, sid=sid))
+            stored = None if heads else self._recorded(slot.namespace)
+        if stored is not None and slot.layer < len(stored.shapes) and sid in (None, stored.sid):
+            heads = stored.shapes[slot.layer][0]
+        if not heads:
+            raise ServerRefused(
+                f"ERR session not found: layer {slot.layer} of namespace {slot.namespace} has no "
+                "slot that says H_kv, give it"
+            )
+        return heads
 
     def _asked(self, slot: Slot, shape: tuple[int, int], call: Callable[[Slot], T]) -> T:
         """What ``call`` returns for the slot of this namespace and layer; heads, D of ``shape``."""
@@ -275,13 +302,16 @@ def even_head_map(heads: int, kv_heads: int) -> bytes:
     return bytes(head * kv_heads // heads for head in range(heads))
 
 
-def _kv_heads(q: Floats, kv_heads: int | None, head_map: HeadMap | None) -> int:
-    if kv_heads is not None:
-        if whole_number(kv_heads, "H_kv") < 1:
-            raise ValueError(f"H_kv must be 1 or more, not {kv_heads}")
-        return kv_heads
-    named = b"" if head_map is None else _map(head_map)
-    return max(named) + 1 if named else q.shape[0]
+def _given_heads(kv_heads: Any) -> int:
+    heads = whole_number(kv_heads, "H_kv")
+    if heads < 1:
+        raise ValueError(f"H_kv must be 1 or more, not {heads}")
+    return heads
+
+
+def _chosen(block: Any, top: Any, selector: str) -> Sparse:
+    most = whole_number(top, "K_top")
+    return Sparse(whole_number(block, "B"), most, selector_number(selector))
 
 
 def _slot(namespace: str, layer_id: int) -> Slot:

@@ -27,7 +27,8 @@ _SELECTORS = {"": 0, "block_mean": 0, "block-mean": 0, "quest": 1}
 class Slot:
     """A resident layer: its session id, and the namespace that says on which worker it is.
 
-    Raises ValueError for a session id of more than 65,535 bytes and a layer past 65,535.
+    Raises TypeError for a namespace that is no text, ValueError for one that is empty, for a
+    session id of more than 65,535 bytes and for a layer past 65,535.
     """
 
     namespace: str
@@ -35,6 +36,7 @@ class Slot:
     layer: int
 
     def __post_init__(self) -> None:
+        check_namespace(self.namespace)
         if not 0 <= whole_number(self.layer, "layer_id") <= _MAX_U16:
             raise ValueError(f"a layer is 0 to {_MAX_U16}, not {self.layer}")
         if len(self.encoded) > _MAX_U16:
@@ -159,6 +161,14 @@ def _window(window: int | None) -> list[Part]:
 def _check_window(window: int | None) -> None:
     if window is not None and not -1 <= whole_number(window, "fa_window") <= _MAX_U32:
         raise ValueError(f"a window is 0 to {_MAX_U32}, or -1 for the server's own, not {window}")
+
+
+def check_namespace(namespace: Any) -> None:
+    """Raises TypeError for what is no text, ValueError for an empty one."""
+    if not isinstance(namespace, str):
+        raise TypeError(f"namespace is a text, not {namespace!r}")
+    if not namespace:
+        raise ValueError("the namespace must be a text that is not empty")
 
 
 def whole_number(value: Any, name: str) -> int:

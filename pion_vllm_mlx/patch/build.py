@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
-from pion_vllm_mlx.cache.attend_request import whole_number
+from pion_vllm_mlx.cache.attend_request import check_namespace, whole_number
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from pion_vllm_mlx.errors import PionMlxCompatError
 from pion_vllm_mlx.patch.attention import replacement
@@ -67,6 +67,8 @@ def make_pion_prompt_cache(
     if not SEAM.installed():
         raise PionMlxCompatError("call install_pion_attention_patch() first")
     mode = checked_mode(sparse_full_layers)
+    if not callable(model):
+        raise TypeError(f"model is the first of what mlx_lm.load returns, not {model!r}")
     prefix_len = _checked(namespace, prompt_cache, prefix_len)
     if prompt_cache.model is not None and prompt_cache.model is not model:
         raise ValueError("the prompt cache belongs to another model")
@@ -90,10 +92,7 @@ def _checked(namespace: Any, prompt_cache: Any, prefix_len: Any) -> int:
     """The number of tokens. Raises TypeError and ValueError naming an argument that cannot be."""
     if not isinstance(prompt_cache, PionPromptCache):
         raise TypeError(f"prompt_cache is a PionPromptCache, not {prompt_cache!r}")
-    if not isinstance(namespace, str):
-        raise TypeError(f"namespace is a text, not {namespace!r}")
-    if not namespace:
-        raise ValueError("the namespace must be a text that is not empty")
+    check_namespace(namespace)
     length = whole_number(prefix_len, "prefix_len")
     if length < 0:
         raise ValueError(f"prefix_len is the number of tokens of the prefix, not {length}")

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from pion_vllm_mlx.errors import ServerRefused
+from tests.conftest import free_port_block
 from tests.models import tiny_model, token_ids
 from tests.patch.conftest import Opener
 
@@ -293,7 +295,8 @@ def test_a_cold_slot_of_grouped_queries_is_warmed_with_the_stored_heads(
     q, more = normal(31, H_Q, 1, D), normal(32, H_KV, 1, D)
     asked = {
         "fused": lambda: pc.attend_query_fused(name, 1, q, more, more, MAP),
-        "auto": lambda: pc.attend_query_sparse_auto(name, 1, q[:, 0], 8, 9, head_map=MAP),
+        "auto": lambda: pc.attend_query_sparse_auto(name, 1, q[:, 0], 8, 9, H_KV, MAP),
+        "auto, no H_kv": lambda: pc.attend_query_sparse_auto(name, 1, q[:, 0], 8, 9),
         "auto fused": lambda: pc.attend_query_sparse_auto_fused(name, 1, q[:, 0], 8, 9, more, more),
         "dense": lambda: pc.attend_query(name, 1, more),
     }
@@ -304,6 +307,61 @@ def test_a_cold_slot_of_grouped_queries_is_warmed_with_the_stored_heads(
             pc.attend_store_layer("pushing", layer, row, row)
         assert np.allclose(call(), before, atol=1e-5)
         assert pc.cold_rehydrates_observed == count
+
+
+@pytest.mark.parametrize("pc", ["binary", "resp"], indirect=True)
+def test_the_stored_heads_are_asked_for_where_they_are_not_given(pc: Any) -> None:
+    q = normal(34, H_Q, D)
+    for heads in (MAP, [1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 1, 0]):
+        wanted = attended(q[:, None], K[heads], V[heads])[0][:, 0]
+        for stored in (None, H_KV):
+            found = pc.attend_query_sparse_auto("ns", 0, q, 8, 9, stored, heads)
+            assert np.allclose(found, wanted, atol=1e-5)
+            if heads == MAP:
+                found = pc.attend_query_sparse_auto("ns", 0, q, 8, 9, stored)
+                assert np.allclose(found, wanted, atol=1e-5)
+    with pytest.raises(ValueError, match="3 query heads do not share 2 heads evenly"):
+        pc.attend_query_sparse_auto("ns", 0, q[:3], 8, 9)
+    with pytest.raises(ValueError, match="head_map names head 2 of 2"):
+        pc.attend_query_sparse_auto("ns", 0, q, 8, 9, head_map=[0, 1, 1, 2])
+    with pytest.raises(ValueError, match="head_map names the stored heads of 2 query heads"):
+        pc.attend_query_sparse_auto("ns", 0, q, 8, 9, head_map=[])
+    with pytest.raises(ServerRefused, match="session not found: layer 9 .* says H_kv, give it"):
+        pc.attend_query_sparse_auto("ns", 9, q, 8, 9)
+    with pytest.raises(ServerRefused, match="session not found"):
+        pc.attend_query_sparse_auto("ns", 9, q, 8, 9, H_KV)
+
+
+def test_the_heads_of_a_prefix_by_its_content_are_those_of_its_record(opened: Opener) -> None:
+    model, ids = tiny_model("llama"), token_ids(N)
+    staged = opened(model, stage2=True)
+    cache = staged.get_or_prefill(ids, "its heads")
+    k, v = (np.array(a[0, :, :N])[MAP] for a in (cache[1].keys, cache[1].values))
+    q = normal(35, H_Q, D)
+    for pc in (staged, opened(None)):
+        found = pc.attend_query_sparse_auto("its heads", 1, q, 8, 9)
+        assert np.allclose(found, attended(q[:, None], k, v)[0][:, 0], atol=1e-4)
+        with pytest.raises(ServerRefused, match="session not found: layer 2"):
+            pc.attend_query_sparse_auto("its heads", 2, q, 8, 9)
+
+
+@pytest.mark.parametrize(
+    ("namespace", "kind"), [("", ValueError), (None, TypeError), (b"ns", TypeError), (7, TypeError)]
+)
+def test_a_namespace_that_is_no_text_is_refused_before_anything_is_sent(
+    namespace: Any, kind: type[Exception]
+) -> None:
+    q, k = normal(36, H_Q, 1, D), normal(37, H_KV, 1, D)
+    with PionPromptCache(port=free_port_block()) as pc:  # where nobody would answer
+        for call in (
+            lambda: pc.attend_store_layer(namespace, 0, K, V),
+            lambda: pc.attend_query(namespace, 0, k),
+            lambda: pc.attend_query_fused(namespace, 0, q, k, k, MAP),
+            lambda: pc.attend_query_sparse_auto(namespace, 0, q[:, 0], 8, 9),
+            lambda: pc.attend_query_sparse_auto_fused(namespace, 0, q[:, 0], 8, 9, k, k),
+        ):
+            with pytest.raises(kind, match="namespace .* text"):
+                call()
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gemma3_text"])

@@ -228,6 +228,9 @@ def test_arguments_that_cannot_be_are_refused_by_name(opened: Opener) -> None:
     ):
         with pytest.raises(kind, match=said):
             make(model, *words)
+    for wrong in (None, "llama", (model, "tokenizer")):
+        with pytest.raises(TypeError, match="^model is the first of what mlx_lm.load returns, not"):
+            make(wrong, "n", pc, 40)
     for kind, said, window in (
         (TypeError, "fa_window is a whole number, not 2.5", 2.5),
         (ValueError, "fa_window is 1 or more", -1),
