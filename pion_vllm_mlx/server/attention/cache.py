@@ -15,7 +15,7 @@ from typing import Any
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.attention import placement
 from pion_vllm_mlx.server.attention.engine import Engine
-from pion_vllm_mlx.server.attention.requests import Arrays, Request
+from pion_vllm_mlx.server.attention.requests import Arrays, Auto, Request
 from pion_vllm_mlx.server.attention.resident import (
     Blob,
     Resident,
@@ -119,12 +119,17 @@ class AttentionCache:
         Where ``wanted``, asked from another thread, says no, it is not computed.
         """
         slot = self.slots.find(key)
-        return self._answered(key, slot, self.engine.begin(request.bound(slot.held), wanted))
+        pending = self._touching(key, slot, self.engine.begin(request.bound(slot.held), wanted))
+        return self._fitting(key, pending) if isinstance(request, Auto) else pending
 
-    async def _answered(self, key: Key, slot: Slot[Resident], pending: Awaitable[Arrays]) -> Arrays:
+    async def _touching(self, key: Key, slot: Slot[Resident], pending: Awaitable[Arrays]) -> Arrays:
         found = await pending
         self.slots.touch(key, slot)
-        # block statistics are made by the first query that needs them
+        return found
+
+    async def _fitting(self, key: Key, pending: Awaitable[Arrays]) -> Arrays:
+        """Block statistics are made by the first query that needs them; looks at every slot."""
+        found = await pending
         self.slots.fit(key)
         return found
 

@@ -123,6 +123,8 @@ class Dense:
     def bound(self, resident: Resident) -> BoundDense | LongDense:
         """With its slot. Raises CommandError where it does not fit."""
         bound = BoundDense(self, resident.prefix, self.sizes.check(resident))
+        if bound.rows == 1:
+            return bound  # most are, and there is nothing to cut
         spans = bound.extent.spans()
         return bound if len(spans) == 1 else LongDense(bound, spans)
 
