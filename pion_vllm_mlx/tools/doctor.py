@@ -25,6 +25,7 @@ from pion_vllm_mlx.errors import ConfigError, DamagedData, DataFolderBusy, PionE
 from pion_vllm_mlx.server.keyspace import recovery as keyspace_recovery
 from pion_vllm_mlx.server.store import framing, rows, snapshot
 from pion_vllm_mlx.server.store.files import FileHandle, NotRegular, OpenFiles, is_foreign
+from pion_vllm_mlx.server.store.findings import Finding, Kind
 from pion_vllm_mlx.server.store.recovery import Paths, Recovered, Recovery
 from pion_vllm_mlx.tools.doctor_prefixes import PrefixLine, prefixes
 from pion_vllm_mlx.tools.store_access import size_text
@@ -202,41 +203,38 @@ def _recover_keys(shadow: Path, worker: int, report: Report, quick: bool) -> Non
         report.facts.append(f"{count} plain keys")
 
 
-def _sort(note: str, report: Report) -> None:
-    """Recovery's words into what is damaged, what would be done, and what is harmless."""
-    what, _, kept = note.partition("; the file is kept as ")
-    if kept:
-        report.damage.append(what)
-        report.repairs.append(
-            f"{kept.partition('.damaged-')[0]} is set aside, what verifies of it is kept"
-        )
-    elif note.endswith("missing on disk"):
-        report.damage.append(note)
-        report.repairs.append(f"{note.partition(':')[0]} is dropped")
-    elif note.endswith("records were skipped"):
-        report.damage.append(note)
-    elif "torn end" in note and _last_is_whole(report.folder / note.partition(":")[0], note):
-        name = note.partition(":")[0]
-        report.damage.append(
-            f"{name}: the last record has its length and a wrong checksum: it was changed, or the "
-            "power failed before it was on stable storage"
-        )
-        report.repairs.append(f"the last record of {name} is cut off, also without --repair")
-    elif "torn end" in note:
-        report.notes.append(note.replace("cut off", "that nobody was told is stored"))
-        report.repairs.append(f"the torn end of {note.partition(':')[0]} is cut off")
-    elif "nothing names" in note:
-        report.notes.append(note.replace("were deleted", "are there"))
-        report.repairs.append("segment files that nothing names are deleted")
-    else:
-        report.notes.append(note)
+def _sort(note: Finding, report: Report) -> None:
+    """What recovery found, as what is damaged, what would be done, and what is harmless."""
+    name = note.name
+    match note.kind:
+        case Kind.SET_ASIDE:
+            report.damage.append(note.reason)
+            report.repairs.append(f"{name} is set aside, what verifies of it is kept")
+        case Kind.SKIPPED:
+            report.damage.append(str(note))
+        case Kind.MISSING:
+            report.damage.append(str(note))
+            report.repairs.append(f"{name} is dropped")
+        case Kind.TORN if _last_is_whole(report.folder / name, note.count):
+            report.damage.append(
+                f"{name}: the last record has its length and a wrong checksum: it was changed, or "
+                "the power failed before it was on stable storage"
+            )
+            report.repairs.append(f"the last record of {name} is cut off, also without --repair")
+        case Kind.TORN:
+            report.notes.append(
+                f"{name}: torn end of {note.count} bytes that nobody was told is stored"
+            )
+            report.repairs.append(f"the torn end of {name} is cut off")
+        case Kind.ORPHANS:
+            report.notes.append(f"{note.count} segment files that nothing names are there")
+            report.repairs.append("segment files that nothing names are deleted")
 
 
-def _last_is_whole(path: Path, note: str) -> bool:
+def _last_is_whole(path: Path, torn_bytes: int) -> bool:
     """Whether what is cut off a log is as long as a record; a killed server leaves part of one."""
-    torn = re.search(r"torn end of (\d+) bytes", note)
     content = FileHandle(path, os.O_RDONLY).mapped()
-    return torn is not None and framing.is_whole(content[len(content) - int(torn[1]) :])
+    return framing.is_whole(content[len(content) - torn_bytes :])
 
 
 def _read_everything(found: Recovered, report: Report) -> None:

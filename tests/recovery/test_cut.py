@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pion_vllm_mlx.server.store.findings import Kind
 from tests.recovery.broken import SSM_WAL, VSTORE_WAL, Copies, boundaries, history
 from tests.recovery.driving import Content, Driver, Word
 from tests.recovery.material import COMPLETION_LAYER, register, rows, state
@@ -89,7 +90,7 @@ def test_a_log_cut_at_every_byte_of_its_last_three_records_holds_what_came_befor
         with Driver(copies.cut(log, size)) as driver:
             assert driver.content() == expected[complete], size
             torn = size not in ends
-            assert any("torn end" in note for note in driver.store.replayed.notes) == torn
+            assert any(note.kind is Kind.TORN for note in driver.store.replayed.notes) == torn
             if not torn or size % 5 == 0:
                 _goes_on(copies.folder, driver)
 

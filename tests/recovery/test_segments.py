@@ -14,6 +14,7 @@ import pytest
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.commands.vstore_fetch import Wanted, layer_chunks
 from pion_vllm_mlx.server.outbound import Stream
+from pion_vllm_mlx.server.store.findings import Finding, Kind
 from pion_vllm_mlx.server.store.rows import read_rows
 from pion_vllm_mlx.server.store.sealing import begin_seal
 from tests.recovery.broken import VSTORE_WAL, content_of
@@ -158,7 +159,7 @@ def test_files_that_nothing_names_are_deleted_at_start(folder: Path) -> None:
     (folder / "pion.vstore.0.tmp").write_bytes(b"half a manifest")
     with Driver(folder) as driver:
         assert driver.content() == expected and _files(driver) == names
-        assert any("2 segment files" in note for note in driver.store.replayed.notes)
+        assert Finding(Kind.ORPHANS, count=2) in driver.store.replayed.notes
     assert not list(folder.glob("*.tmp"))
 
 

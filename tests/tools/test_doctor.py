@@ -88,6 +88,27 @@ def test_a_missing_segment_is_found_without_reading(
     assert "missing on disk" in out and "is dropped" in out
 
 
+@pytest.mark.parametrize("name", ["team:name", "torn end: nothing names; the file is kept as x"])
+def test_damage_is_sorted_by_its_kind_whatever_a_session_is_called(
+    tmp_path: Path, name: str
+) -> None:
+    where = tmp_path / "data"
+    where.mkdir()
+    with Driver(where) as driver:
+        store_all(driver, name)
+        driver.ask("KV.PREFIX.SAVE")
+    for path in (where / "pion.segments.0").iterdir():
+        path.unlink()
+    report = doctor.check(where, quick=True)
+    sides = [f"{name}_pk", f"{name}_pv"]
+    assert report.repairs and {line.removesuffix(" is dropped") for line in report.repairs} <= {
+        name,
+        *sides,
+    }
+    assert all(line.endswith(": rows or states are missing on disk") for line in report.damage)
+    assert len(report.damage) == len(report.repairs) and not report.notes
+
+
 @pytest.mark.parametrize("name", ["pion.vstore.0", "pion.ssm.0", "pion.vstore.wal.0"])
 def test_what_it_announces_is_what_a_repair_does(folder: Path, name: str) -> None:
     flip(folder / name, 60)

@@ -19,6 +19,7 @@ from pion_vllm_mlx.server.keyspace.changes import PIECE_BYTES, Assembler, Change
 from pion_vllm_mlx.server.keyspace.data import Data
 from pion_vllm_mlx.server.store import framing
 from pion_vllm_mlx.server.store.files import TEMPORARY, FileHandle, is_foreign, set_aside
+from pion_vllm_mlx.server.store.findings import Finding, Kind
 from pion_vllm_mlx.server.store.wal import Wal
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class Recovered:
     wal: Wal
     replayed: int = 0
     salvaged: bool = False
-    notes: list[str] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
 
 
 def snapshot_chunks(data: Data, covered_lsn: int) -> Iterator[bytes]:
@@ -94,7 +95,7 @@ class _Recovery:
         self.paths = paths
         self.salvage = salvage
         self.data = Data()
-        self.notes: list[str] = []
+        self.notes: list[Finding] = []
 
     def run(self, wal_enabled: bool) -> Recovered:
         covered, lost = 0, False
@@ -111,7 +112,7 @@ class _Recovery:
         last, replayed = self._replay(covered, lost)
         for path in (self.paths.snapshot, self.paths.wal):
             path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
-        salvaged = any("kept as" in note for note in self.notes)
+        salvaged = any(note.kind is Kind.SET_ASIDE for note in self.notes)
         wal = Wal(self.paths.wal, WAL_MAGIC, last + 1, wal_enabled)
         return Recovered(self.data, wal, replayed, salvaged, self.notes)
 
@@ -150,7 +151,7 @@ class _Recovery:
             self._damage(path, DamagedData(reason), keep=True)
             frames = []
         if found.torn_bytes:
-            self.notes.append(f"{path.name}: torn end of {found.torn_bytes} bytes cut off")
+            self.notes.append(Finding(Kind.TORN, path.name, found.torn_bytes))
         last = found.frames[-1].lsn if found.frames else 0
         try:
             self._apply(frames, path)
@@ -173,6 +174,7 @@ class _Recovery:
         """Refuse, or with salvage set the file, or a copy of it, aside and go on."""
         if not self.salvage:
             raise error
-        note = f"{error}; the file is kept as {set_aside(path, keep).name}"
+        kept_as = set_aside(path, keep).name
+        note = Finding(Kind.SET_ASIDE, path.name, reason=str(error), kept_as=kept_as)
         self.notes.append(note)
         log.warning("%s", note)

@@ -19,6 +19,7 @@ from pathlib import Path
 from pion_vllm_mlx.errors import CommandError, DamagedData
 from pion_vllm_mlx.server.store import eviction, framing, records, snapshot
 from pion_vllm_mlx.server.store.files import TEMPORARY, FileHandle, is_foreign, set_aside
+from pion_vllm_mlx.server.store.findings import Finding, Kind
 from pion_vllm_mlx.server.store.index import InSegment, Place
 from pion_vllm_mlx.server.store.segments import SUFFIX, SegmentFolder
 from pion_vllm_mlx.server.store.state import State
@@ -78,7 +79,7 @@ class Recovered:
     ssm_replayed: int = 0
     damaged: int = 0
     salvaged: bool = False
-    notes: list[str] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
 
 
 @dataclass
@@ -98,7 +99,7 @@ class Recovery:
         self.paths = paths
         self.wal_enabled = wal_enabled
         self.salvage = salvage
-        self.notes: list[str] = []
+        self.notes: list[Finding] = []
         self.folder = SegmentFolder(paths.segments)
         self.state = State(self.folder.adopt, fresh=False)
         self.aside: dict[Path, int] = {}
@@ -131,7 +132,7 @@ class Recovery:
         self.state.fresh = True
         for path, skipped in self.aside.items():
             if skipped:
-                self.notes.append(f"{path.name}: {skipped} more records were skipped")
+                self.notes.append(Finding(Kind.SKIPPED, path.name, skipped))
         return Recovered(
             self.state,
             self.folder,
@@ -191,7 +192,7 @@ class Recovery:
             self.damage(path, DamagedData(reason), keep=True)
             frames = []
         if found.torn_bytes:
-            self.notes.append(f"{path.name}: torn end of {found.torn_bytes} bytes cut off")
+            self.notes.append(Finding(Kind.TORN, path.name, found.torn_bytes))
         if found.valid_bytes < file.size():
             os.ftruncate(file.fd, found.valid_bytes)
         for frame in frames:
@@ -226,7 +227,8 @@ class Recovery:
             self.aside[path] += 1
             return
         self.aside[path] = 0
-        note = f"{error}; the file is kept as {set_aside(path, keep).name}"
+        kept_as = set_aside(path, keep).name
+        note = Finding(Kind.SET_ASIDE, path.name, reason=str(error), kept_as=kept_as)
         self.notes.append(note)
         log.warning("%s", note)
 
@@ -269,7 +271,7 @@ class Recovery:
                 for logged in logs[effect.log].append([effect]):
                     self.state.apply(logged)
             dropped += max(1, before - len(self.state.sessions))
-            self.notes.append(f"{sid.decode('latin-1')}: rows or states are missing on disk")
+            self.notes.append(Finding(Kind.MISSING, sid.decode("utf-8", "backslashreplace")))
         return dropped
 
     def _finish_segments(self, logs: Iterable[Wal]) -> None:
@@ -284,7 +286,7 @@ class Recovery:
         self.state.unused.clear()
         orphans = self.folder.remove_orphans()
         if orphans:
-            self.notes.append(f"{orphans} segment files that nothing names were deleted")
+            self.notes.append(Finding(Kind.ORPHANS, count=orphans))
         for path in self.paths.all_files():
             path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
 

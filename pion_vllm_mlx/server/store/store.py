@@ -27,6 +27,7 @@ from pion_vllm_mlx.server.store.eviction import (
     drop_expired,
 )
 from pion_vllm_mlx.server.store.files import raise_file_limit
+from pion_vllm_mlx.server.store.findings import Finding
 from pion_vllm_mlx.server.store.folder_use import FolderUse
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record, told_sids
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
@@ -82,7 +83,7 @@ class Replayed:
 
     vstore: int = 0
     ssm: int = 0
-    notes: list[str] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
 
 
 async def _nothing_to_give() -> None:

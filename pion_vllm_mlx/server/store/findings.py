@@ -1,0 +1,49 @@
+"""What recovery found beside the content: a kind with its facts, and a sentence for people."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+
+class Kind(Enum):
+    """What was found, and what recovery did about it."""
+
+    #: a file is damaged: it, or a copy of it, was set aside, and what verifies of it is kept
+    SET_ASIDE = auto()
+    #: further records of a file that is set aside did not verify either
+    SKIPPED = auto()
+    #: rows or states of a session are not on disk: it was dropped
+    MISSING = auto()
+    #: a log ends within a record, of which nobody was told that it is stored: it was cut off
+    TORN = auto()
+    #: segment files that nothing names were deleted
+    ORPHANS = auto()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was found.
+
+    ``name``: the file's, of MISSING the session's. ``count``: torn bytes, skipped records or
+    deleted files. ``reason`` and ``kept_as`` are those of SET_ASIDE.
+    """
+
+    kind: Kind
+    name: str = ""
+    count: int = 0
+    reason: str = ""
+    kept_as: str = ""
+
+    def __str__(self) -> str:
+        match self.kind:
+            case Kind.SET_ASIDE:
+                return f"{self.reason}; the file is kept as {self.kept_as}"
+            case Kind.SKIPPED:
+                return f"{self.name}: {self.count} more records were skipped"
+            case Kind.MISSING:
+                return f"{self.name}: rows or states are missing on disk"
+            case Kind.TORN:
+                return f"{self.name}: torn end of {self.count} bytes cut off"
+            case Kind.ORPHANS:
+                return f"{self.count} segment files that nothing names were deleted"
