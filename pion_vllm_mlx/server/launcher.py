@@ -203,14 +203,18 @@ class Launcher:
             child.let_in()
         elif not self.open and all(other.recovered for other in self.children.values()):
             self.open = True
+            self._publish()  # whoever is answered finds it
             for other in self.children.values():
                 other.let_in()
             self._announce()
 
+    def _publish(self) -> None:
+        path = str(self.config.unixsocket) if self.config.unixsocket else None
+        port = self.doors.tcp.getsockname()[1]
+        self.folder.publish_status(port=port, unixsocket=path, version=__version__)
+
     def _announce(self) -> None:
         config, port = self.config, self.doors.tcp.getsockname()[1]
-        path = str(config.unixsocket) if config.unixsocket else None
-        self.folder.publish_status(port=port, unixsocket=path, version=__version__)
         print(
             f"pion-server {__version__}, {config.workers} INDEPENDENT WORKERS with "
             f"SEPARATE KEYSPACES, data in {config.folder.absolute()}, "

@@ -50,6 +50,7 @@ def test_a_folder_without_its_lock_file_is_taken_as_long_as_a_worker_lives(tmp_p
     server = RunningServer(free_port_block(8), tmp_path / "data", ("-w", "2"))
     try:
         server.start("--independent-workers")
+        assert (server.dir / STATUS_NAME).exists(), "whoever is answered finds it"
         with Wire.tcp(server.port) as wire:
             wire.ok("SET", "a", "1")
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children")
