@@ -3,7 +3,8 @@
 The tokens a request sees are cut into chunks, the chunks dealt to a fixed number of strips.  A
 strip runs through its chunks with a running maximum, sum and output, as flash attention does; the
 strips' results are added up in order.  The cut depends on the shapes alone, never on the number of
-threads: equal requests give equal bytes.
+threads: equal requests give equal bytes.  A short query over plain rows is not cut at tokens; its
+heads are dealt to threads.
 """
 
 from __future__ import annotations
