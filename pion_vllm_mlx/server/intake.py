@@ -37,7 +37,8 @@ class Intake:
         self.parser = RequestParser(LIMITS, self._open_bulk)
         #: complete commands in their order
         self.commands = self.parser.commands
-        self.progress = 0.0
+        self._now = asyncio.get_running_loop().time
+        self.progress = self._now()
         self._guarded = guarded
         self._is_busy = is_busy
         self._context: Context | None = None
@@ -53,7 +54,7 @@ class Intake:
 
     def went_on(self) -> None:
         """The silence so far was ours, or is over."""
-        self.progress = asyncio.get_running_loop().time()
+        self.progress = self._now()
 
     # -- taking in -------------------------------------------------------------
 
@@ -62,7 +63,7 @@ class Intake:
         self._step += nbytes
         if self._step >= STEP_BYTES or not self.parser.in_bulk:
             self._step = 0
-            self.went_on()
+            self.progress = self._now()
         self.parse(nbytes)
         if self.parser.error is None and self._holds_too_much():
             # said once what came before is answered
