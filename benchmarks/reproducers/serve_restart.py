@@ -1,7 +1,7 @@
 """Conversations under serve after a restart, against the same engine that still has them in RAM.
 
 Two serves of one model: ours with a store, and one with ``--no-pion``, whose engine keeps its
-prompt caches in memory. Both read the same conversations, two for every pair; then ours is ended
+prompt caches in memory. Both read the same conversations, one for every pair; then ours is ended
 and started again, twice: once it reads the conversations ahead, as it does by itself with those
 used last (``--pion-preload-gb`` says how many), and once it reads none, so that each is read when
 it is asked for. Every pair sends one conversation's next turn to both, in turn, streaming: the
@@ -48,6 +48,8 @@ from .models import SHAPES
 
 TTFT_BAR, DECODE_BAR = 1.15, 0.98
 START_SECONDS = 300.0
+#: as many conversations as there are, as the embedded server has it
+SERVER = ("--max-sessions", "65536")
 STORED_SECONDS = 120.0
 Json = dict[str, Any]
 
@@ -295,8 +297,9 @@ def measure(options: argparse.Namespace, folder: Path, server: Process) -> Json:
         ram = stack.enter_context(serving(model, folder / "ram.log", "--no-pion"))
         with serving(model, folder / "first.log", *store) as first:
             warmed = fill(first, ram, options, range(-2, 0))
-            asked_for = fill(first, ram, options, range(options.pairs))
-            ahead = fill(first, ram, options, range(options.pairs, 2 * options.pairs))
+            asked_for = fill(first, ram, options, range(options.asked_for))
+            numbers = range(options.asked_for, options.asked_for + options.pairs)
+            ahead = fill(first, ram, options, numbers)
         reads = bare_reads(folder, num_bytes, options.pairs)
         for name, said, gigabytes in (
             ("read_ahead", ahead, 1.1 * options.pairs * num_bytes / 1e9),
@@ -325,10 +328,11 @@ def main() -> None:
     parser.set_defaults(pairs=20)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="1b")
     parser.add_argument("--bits", type=int, default=4, help="of the weights; 0: float32")
+    parser.add_argument("--asked-for", type=int, default=20, help="pairs that were not read ahead")
     parser.add_argument("--tokens", type=int, default=8_192, help="of a conversation")
     parser.add_argument("--decode", type=int, default=256, help="tokens of a reply")
     options = parser.parse_args()
-    with fresh_folder(options.dir) as folder, pion_server(folder) as server:
+    with fresh_folder(options.dir) as folder, pion_server(folder, *SERVER) as server:
         figures = measure(options, folder, server)
     report("serve_restart", options, {"shape": options.shape, **figures}, "mlx", "mlx-lm")
 

@@ -141,7 +141,11 @@ def test_what_conversations_share_is_in_memory_with_each_of_them(server: Running
     keeper = LineageStore(model, options(server, "shared"))
     together = sum(one.num_bytes for one in keeper.conversations())
     keeper.close()
-    for preload_bytes, tiers in ((together, ["mapped", "memory"]), (2 * together, ["memory"] * 2)):
+    each = together * 704 // 768
+    for preload_bytes, tiers in (
+        (2 * each * 9 // 10, ["mapped", "memory"]),
+        (2 * each * 11 // 10, ["memory"] * 2),
+    ):
         cache = started(server, model, "shared", preload_bytes)
         assert [asked(cache, [*prompt, 1])[0].tier for prompt in both] == tiers
         cache.close()

@@ -44,24 +44,28 @@ class Conversations:
                 segments=len(segment.up) + 1,
                 checkpoints=segment.checkpoints,
             )
-            for segment in self._ending(used)
+            for segment in filter(ends_here, self._segments(used))
         ]
 
     def latest(self, most_bytes: int, most: int) -> list[TokenIds]:
         """The tokens of the conversations that were used last, the latest first.
 
-        At most ``most``, and together at most ``most_bytes``: each with all that it stands on,
-        as it would be in memory. One that is larger than what is left is passed over.
+        At most ``most``, and together at most ``most_bytes``: each with the rows of all that it
+        stands on, as it would be in memory. One that is larger than what is left is passed over.
         """
         used, size = self._used_and_sizes()
+        segments = {one.number: one for one in self._segments(used)}
         found: list[TokenIds] = []
-        for segment in self._ending(used):
+        for segment in filter(ends_here, segments.values()):
             if len(found) == most:
                 break
-            numbers = [number for number, _ in segment.up] + [segment.number]
-            needed = sum(size.get(self._names.member(number), 0) for number in numbers)
+            needed = 0.0
+            for number, length in _lengths(segment):
+                if number in segments:
+                    held = segments[number].end - segments[number].base
+                    needed += size.get(self._names.member(number), 0) * min(1, length / held)
             if needed <= most_bytes:
-                most_bytes -= needed
+                most_bytes -= int(needed)
                 found.append(self._index.tokens_up_to(segment))
         return found
 
@@ -157,11 +161,10 @@ class Conversations:
         size = {as_text(name): as_int(as_text(value), 0) for name, value in pairs_of(sizes)}
         return used, size
 
-    def _ending(self, members: Iterable[str]) -> list[Segment]:
-        """The segments of this model among ``members`` in which a conversation ends."""
+    def _segments(self, members: Iterable[str]) -> list[Segment]:
+        """The segments of this model among ``members``, in their order."""
         numbers = [number for number in map(self._number_of, members) if number is not None]
-        found = self._index.segments(numbers)
-        return [segment for segment in found if segment is not None and ends_here(segment)]
+        return [segment for segment in self._index.segments(numbers) if segment is not None]
 
     def _set_pin(self, number: int, pinned: bool) -> None:
         fields = {"pin": "1" if pinned else "0"}
@@ -178,6 +181,13 @@ class Conversations:
     def _number_of(self, member: str) -> int | None:
         mid, _, number = member.rpartition(":")
         return as_int(number) if mid == self._names.mid else None
+
+
+def _lengths(leaf: Segment) -> list[tuple[int, int]]:
+    """The segments from the root to ``leaf``, each with the tokens of it that lead there."""
+    chain = [*leaf.up, (leaf.number, leaf.base)]
+    ends = [base for _, base in chain[1:]] + [leaf.end]
+    return [(number, end - base) for (number, base), end in zip(chain, ends, strict=True)]
 
 
 def _last_left(segment: Segment) -> int:
