@@ -19,7 +19,7 @@ from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.keyspace.sizes import entry_bytes, growth
 from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.memory.state_slots import MAX_SLOTS
-from pion_vllm_mlx.server.store.eviction import EvictionPolicy, drop_namespace
+from pion_vllm_mlx.server.store.eviction import EvictionPolicy, Shortage, drop_namespace
 from pion_vllm_mlx.server.store.index import Session, group_of
 from pion_vllm_mlx.server.store.records import (
     Blocks,
@@ -61,28 +61,35 @@ def session_bytes(session: Session) -> int:
 
 
 class FairShare(EvictionPolicy):
-    """The owner with the greatest share gives first, in the order of another policy."""
+    """The owner with the most of what is short gives first, in the order of another policy.
+
+    Where sessions are, one counts like another, whatever it holds.
+    """
 
     def __init__(self, inner: EvictionPolicy, sessions: Ledger) -> None:
         self._inner = inner
         self._sessions = sessions
 
-    def victims(self, state: State) -> Iterator[Session]:
+    def victims(
+        self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
+    ) -> Iterator[Session]:
         queues: dict[bytes, deque[Session]] = {}
-        for session in self._inner.victims(state):
-            owner = owner_of(session.sid, self._sessions.tenants)
+        tenants, sizes = self._sessions.tenants, self._sessions.bytes_of
+
+        def weight(sid: bytes) -> int:
+            return 1 if shortage is Shortage.SESSIONS else sizes.get(sid, 0)
+
+        held: Counter[bytes] = Counter()
+        for sid in arriving:
+            held[owner_of(sid, tenants)] += weight(sid)
+        for session in self._inner.victims(state, shortage, arriving):
+            owner = owner_of(session.sid, tenants)
             queues.setdefault(owner, deque()).append(session)
-        sizes = self._sessions.bytes_of
-        left = {
-            owner: sum(sizes.get(session.sid, 0) for session in queue)
-            for owner, queue in queues.items()
-        }
-        total_bytes = max(1, sum(left.values()))
-        total = max(1, len(state.sessions))
+            held[owner] += weight(session.sid)
         while queues:
-            owner = max(queues, key=lambda o: max(len(queues[o]) / total, left[o] / total_bytes))
+            owner = max(queues, key=lambda one: held[one])
             session = queues[owner].popleft()
-            left[owner] -= sizes.get(session.sid, 0)
+            held[owner] -= weight(session.sid)
             if not queues[owner]:
                 del queues[owner]
             yield session
@@ -225,7 +232,7 @@ class Shares:
         """Namespaces of a tenant, least recently used first, then states without one."""
         mine = tenant + b":"
         state = self._store.state
-        order = (s.sid for s in self._store.space.policy.victims(state))
+        order = (s.sid for s in self._store.space.policy.victims(state, Shortage.BYTES))
         groups = (group_of(sid) for sid in order if sid.startswith(mine))
         alone = (sid for sid in state.states if sid.startswith(mine))
         return iter(list(dict.fromkeys(chain(groups, alone))))

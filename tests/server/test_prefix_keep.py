@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 
-from pion_vllm_mlx.server.store.eviction import LeastRecentlyUsed, PinLimits
+from pion_vllm_mlx.server.store.eviction import LeastRecentlyUsed, PinLimits, Shortage
 from tests.recovery.driving import Driver, Options, refused
 from tests.recovery.material import register, rows, state
 from tests.server.wire import Wire, refuse
@@ -43,7 +43,8 @@ def test_pins_are_evicted_where_nothing_else_is_left(tmp_path: Path) -> None:
         driver.ask("KV.PREFIX.PIN", "kept")
         for number in range(2):
             driver.ask(*register(f"n{number}"))
-        victims = [s.sid for s in driver.store.space.policy.victims(driver.store.state)]
+        policy = driver.store.space.policy
+        victims = [s.sid for s in policy.victims(driver.store.state, Shortage.SESSIONS)]
         assert victims == [b"n1_pk", b"n1_pv", b"kept_pk", b"kept_pv"]
 
 
@@ -68,7 +69,8 @@ def test_pins_that_grew_past_the_cap_protect_the_newest_of_them(tmp_path: Path) 
             driver.ask("KV.PREFIX.PIN", name)
         a_side = driver.store.state.sessions[b"a_pk"].row_bytes()
         policy = LeastRecentlyUsed(PinLimits(bytes=2 * a_side))
-        order = [session.sid for session in policy.victims(driver.store.state)]
+        found = policy.victims(driver.store.state, Shortage.BYTES)
+        order = [session.sid for session in found]
         assert order[:2] == [b"a_pv", b"a_pk"] and order[-1] == b"c_pk"
 
 

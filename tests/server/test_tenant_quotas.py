@@ -192,6 +192,50 @@ def test_a_full_session_table_takes_from_who_has_most(start: Start) -> None:
         assert len(held(b, busy)) >= 3 and held(admin, ["mine"]) == ["mine"]
 
 
+@pytest.mark.parametrize("credentials", [("a", "pa"), (ADMIN,)])
+def test_empty_sessions_of_one_evict_nothing_that_another_stored(
+    start: Start, credentials: tuple[str, ...]
+) -> None:
+    server = start("--max-sessions", "16")
+    with user(server, "b", "pb") as b, user(server, *credentials) as busy:
+        assert store(busy, "rows", 4) == ["OK", "OK"]
+        for name in ("oldest", "older"):
+            assert store(b, name, 100) == ["OK", "OK"]
+        empty = [f"e{number}" for number in range(40)]
+        for name in empty:
+            busy.ok("KV.PREFIX.REGISTER", name, 8, "fp16")
+        assert held(b, ["oldest", "older"]) == ["oldest", "older"]
+        assert held(busy, ["rows", *empty]) == empty[-6:]
+        for number in range(40):
+            assert isinstance(busy.ask("V.CREATE", f"v{number}", 8), int)
+        assert held(b, ["oldest", "older"]) == ["oldest", "older"]
+
+
+def test_who_has_half_of_the_sessions_takes_none_of_another_s_half(start: Start) -> None:
+    server = start("--max-sessions", "16")
+    with user(server, "b", "pb") as b, user(server, "a", "pa") as a:
+        for wire in (b, a):
+            for number in range(4):
+                wire.ok("KV.PREFIX.REGISTER", f"p{number}", 8, "fp16")
+        a.ok("KV.PREFIX.REGISTER", "p4", 8, "fp16")
+        names = [f"p{number}" for number in range(5)]
+        assert held(b, names) == names[:4] and held(a, names) == names[1:]
+
+
+def test_where_bytes_are_short_empty_sessions_count_nothing(start: Start) -> None:
+    """Of the room of eight prefixes b has most, and another owner most of the sessions."""
+    server = start("--disk-budget", "32mb")
+    with user(server, "b", "pb") as b, user(server, ADMIN) as admin:
+        assert store(admin, "mine", 2048) == ["OK", "OK"]
+        for number in range(110):
+            admin.ok("KV.PREFIX.REGISTER", f"e{number}", 8, "fp16")
+        names = [f"p{number}" for number in range(12)]
+        for name in names:
+            assert store(b, name, 2048) == ["OK", "OK"]
+        assert held(admin, ["mine"]) == ["mine"]
+        assert 0 < len(held(b, names)) < len(names)
+
+
 def test_slots_and_indices_of_one_leave_room_for_another(start: Start) -> None:
     server = start()
     with user(server, "b", "pb") as b, user(server, "a", "pa") as a:

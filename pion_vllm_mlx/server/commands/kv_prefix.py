@@ -141,7 +141,7 @@ def _missing(context: Context, creates: list[Create]) -> list[Record]:
                 "KV.PREFIX.REGISTER namespace already exists with a different format"
             )
         needed.append(record)
-    arriving = sum(record.sid not in context.state.sessions for record in needed)
+    arriving = [record.sid for record in needed if record.sid not in context.state.sessions]
     evicted = context.store.space.evict_for_sessions(arriving)
     return [*evicted, *overdue(context, creates[0].sid), *needed]
 

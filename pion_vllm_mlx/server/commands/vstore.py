@@ -60,7 +60,8 @@ def v_create(context: Context, args: list[Arg]) -> Effect:
     owner = context.server.directory.claim([sid])
     if owner is not None:
         raise CommandError(f"session lives on worker {owner}")
-    gone = context.store.space.evict_for_sessions(0 if session else 1) + overdue(context, sid)
+    gone = context.store.space.evict_for_sessions([] if session else [sid])
+    gone += overdue(context, sid)
     return Effect([*gone, record], lambda: _slot(context, sid))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from itertools import islice
 
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
@@ -12,12 +13,21 @@ from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
 from pion_vllm_mlx.server.store.state import State
 
 
+class Shortage(Enum):
+    """What there is too little of."""
+
+    SESSIONS = auto()
+    BYTES = auto()
+
+
 class EvictionPolicy(ABC):
     """Chooses which session leaves next."""
 
     @abstractmethod
-    def victims(self, state: State) -> Iterator[Session]:
-        """Sessions in the order they should leave.
+    def victims(
+        self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
+    ) -> Iterator[Session]:
+        """Sessions in the order they should leave, for the sids ``arriving`` where they do.
 
         Called under the write lock; must not change the state. Good until the next record.
         """
@@ -62,7 +72,9 @@ class LeastRecentlyUsed(EvictionPolicy):
     def __init__(self, pins: PinLimits | None = None) -> None:
         self.pins = pins or PinLimits()
 
-    def victims(self, state: State) -> Iterator[Session]:
+    def victims(
+        self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
+    ) -> Iterator[Session]:
         order = state.by_access()
         kept = self._kept([session for session in reversed(order) if session.pinned])
         yield from (session for session in order if session.sid not in kept)

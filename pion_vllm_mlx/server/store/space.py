@@ -17,6 +17,7 @@ from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.eviction import (
     EvictionPolicy,
     PinLimits,
+    Shortage,
     drop_namespace,
     drop_session,
     namespaces_of,
@@ -162,7 +163,7 @@ class Space:
         """
         before: dict[bytes, Session] = {}
         with_states = self._with_states()
-        for session in self.policy.victims(self.state):
+        for session in self.policy.victims(self.state, Shortage.BYTES):
             group = group_of(session.sid)
             if self._frees_nothing(session, group, with_states):
                 continue
@@ -186,11 +187,12 @@ class Space:
         sides = self.state.sides(group) if group != session.sid else [session]
         return not any(side.layers for side in sides) and group not in with_states
 
-    def evict_for_sessions(self, arriving: int) -> list[Record]:
-        """Effects that free session slots for ``arriving`` new sessions."""
+    def evict_for_sessions(self, arriving: Sequence[bytes]) -> list[Record]:
+        """Effects that free session slots for new sessions of these sids."""
         effects: list[Record] = []
-        excess = len(self.state.sessions) + arriving - self.max_sessions
-        for _, victim in zip(range(excess), self.policy.victims(self.state), strict=False):
+        excess = len(self.state.sessions) + len(arriving) - self.max_sessions
+        victims = self.policy.victims(self.state, Shortage.SESSIONS, arriving)
+        for _, victim in zip(range(excess), victims, strict=False):
             self.evictions += 1
             effects += drop_session(self.state, victim, "evicted", int(time.time()))
         return effects
