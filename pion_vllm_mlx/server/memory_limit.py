@@ -1,7 +1,8 @@
 """The limit of memory: what counts, and whether it is reached.
 
 Anonymous memory counts: rows are read and sent from files, and what the page cache holds
-of them is the system's to give away. On Linux that is RssAnon, on macOS the physical
+of them is the system's to give away. A cache may give up what it holds before anything is
+refused. On Linux that is RssAnon, on macOS the physical
 footprint. Allocators keep what was freed, so before anything is refused they are asked to
 give it back.
 """
@@ -14,6 +15,7 @@ import re
 import struct
 import sys
 import time
+from typing import Protocol
 
 from pion_vllm_mlx.errors import ConfigError, OutOfMemory
 
@@ -102,29 +104,54 @@ def past_at_start(maxmemory: int) -> str:
     )
 
 
+class Cache(Protocol):
+    """Memory that can be given up."""
+
+    def sparable(self) -> int:
+        """Bytes that it could free."""
+
+    def spare(self, nbytes: int) -> None:
+        """Free so many."""
+
+
 class MemoryLimit:
-    """``maxmemory`` in bytes, 0 for none; may be changed at any time."""
+    """``maxmemory`` in bytes, 0 for none, and the ``cache`` to take from; both may be changed."""
 
     policy = "noeviction"
 
     def __init__(self, maxmemory: int = 0) -> None:
         self.maxmemory = maxmemory
+        self.cache: Cache | None = None
         self._used = 0
         self._measured = self._trimmed = float("-inf")
 
     def exceeded(self) -> bool:
         """Whether commands that need more memory are to be refused."""
+        return self._excess() > self._sparable()
+
+    def check(self) -> None:
+        """Raise OutOfMemory when the limit is exceeded and the cache cannot help."""
+        excess = self._excess()
+        if excess <= 0:
+            return
+        if self.cache is not None and excess <= self._sparable():
+            self.cache.spare(excess)
+            self._measured = self._trimmed = float("-inf")
+            excess = self._excess()
+        if excess > 0:
+            raise OutOfMemory(REFUSAL)
+
+    def _sparable(self) -> int:
+        return 0 if self.cache is None else self.cache.sparable()
+
+    def _excess(self) -> int:
+        """Bytes past the limit; not positive when there are none."""
         if not self.maxmemory:
-            return False
+            return 0
         now = time.monotonic()
         if now - self._measured > _FRESH_SECONDS:
             self._used, self._measured = anonymous_bytes(), now
             if self._used > self.maxmemory and now - self._trimmed > _TRIM_SECONDS:
                 _trim()
                 self._used, self._trimmed = anonymous_bytes(), now
-        return self._used > self.maxmemory
-
-    def check(self) -> None:
-        """Raise OutOfMemory when the limit is exceeded."""
-        if self.exceeded():
-            raise OutOfMemory(REFUSAL)
+        return self._used - self.maxmemory

@@ -56,11 +56,13 @@ def _limits() -> dict[str, str]:
     sessions = ServerConfig.max_sessions
     return {
         "prefixes": f"{sessions // 2}: two of the {sessions} sessions each, K and V; one more lets "
-        "the least recently used go, with tenants that of whoever has the most. `--max-sessions`, twice the prefixes wanted, allows more; "
-        "the embedded server has a limit of its own",
+        "the least recently used go, with tenants that of whoever has the most. "
+        "`--max-sessions`, twice the prefixes wanted, allows more; the embedded server has a limit "
+        "of its own",
         "bytes on disk": "without `--disk-budget` none but the disk's; with it, "
         f"half as much, {RESERVED_FREE_BYTES >> 30} GiB at most, is left free on the disk besides",
-        "memory": "without `--maxmemory` none; plain keys lie in memory, rows do not",
+        "memory": "without `--maxmemory` none; plain keys lie in memory, rows do not; K/V in "
+        "memory for attention leave before a write is refused",
         "connections": f"{ServerConfig.max_connections:,}; `--maxclients`. Fewer where `ulimit -n` "
         "has no two descriptors for each: a quarter of them, 64 at least, is left to files; "
         "`CONFIG GET maxclients` tells",

@@ -175,7 +175,9 @@ class Server:
         self.attention = AttentionCache(self.config.attention, self.store.run)
         if tenants:
             self.attention.slots.owner = lambda sid: owner_of(sid, tenants)
+            self.attention.slots.quota = lambda one: tenants[one].quota if one else 0
         self.attention.follow(self.store)
+        self.memory_limit.cache = self.attention
 
     @property
     def is_full(self) -> bool:

@@ -172,6 +172,39 @@ def test_what_is_deleted_makes_room_and_rows_in_files_need_none(
             time.sleep(0.1)
 
 
+def test_attention_that_is_resident_leaves_before_a_write_is_refused(
+    start_server: StartServer,
+) -> None:
+    server = start_server()
+    side = bytes(16 << 20)
+    with Wire.tcp(server.port) as wire:
+        used = int(wire.info("INFO", "memory")["used_memory_anonymous"])
+        wire.ok("CONFIG", "SET", "maxmemory", used + (160 << 20))
+        for number in range(16):
+            wire.ok("ATTEND.PREFIX.STORE", f"a{number}", 0, 8, 4096, 128, side, side)
+        time.sleep(0.006)
+        wire.ok("SET", "k", "v")
+        memory = wire.info("INFO", "memory")
+        assert memory["maxmemory_refusing_writes"] == "0"
+        assert 0 < int(memory["attend_bytes"]) < 16 * 2 * len(side)
+        assert wire.ask("ATTEND.PREFIX.LOOKUP", "a0", 0) == "COLD"
+        assert wire.ask("ATTEND.PREFIX.LOOKUP", "a15", 0) == "HIT"
+        # plain keys cannot leave: in the end they alone have the room
+        answer, stored = "OK", 0
+        while answer == "OK" and stored < 60:
+            answer = wire.ask("SET", f"k{stored}", bytes(8 << 20))
+            stored += answer == "OK"
+            time.sleep(0.006)
+        assert answer == OOM and stored > 8
+        # what would not help stays
+        wire.ok("CONFIG", "SET", "maxmemory", 0)
+        wire.ok("ATTEND.PREFIX.STORE", "last", 0, 8, 4096, 128, side, side)
+        wire.ok("CONFIG", "SET", "maxmemory", 1)
+        assert wire.ask("SET", "k", "w") == OOM
+        assert wire.ask("ATTEND.PREFIX.LOOKUP", "last", 0) == "HIT"
+        wire.ok("CONFIG", "SET", "maxmemory", 0)
+
+
 # -- connections ---------------------------------------------------------------
 
 

@@ -248,6 +248,34 @@ def test_slots_and_indices_of_one_leave_room_for_another(start: Start) -> None:
         a.ok("ATTEND.STORE", "mine", 0, 1, bytes(8), bytes(8))
 
 
+def test_past_its_quota_a_tenant_loses_its_own_resident_attention(start: Start) -> None:
+    """Layers of 256 KiB, four of which fill the quota."""
+    server, heads, dim, tokens = start(), 1, 128, 256
+    side = bytes(4 * heads * tokens * dim)
+
+    def attend(wire: Wire, name: str, tokens: int = tokens, times: int = 1) -> object:
+        words = (heads, tokens, dim, side * times, side * times)
+        return wire.ask("ATTEND.PREFIX.STORE", name, 0, *words)
+
+    def states(wire: Wire, count: int) -> list[object]:
+        return [wire.ask("ATTEND.PREFIX.LOOKUP", f"p{n}", 0) for n in range(count)]
+
+    with user(server, "a", "pa") as a, user(server, "b", "pb") as b, user(server, ADMIN) as admin:
+        for number in range(8):
+            assert attend(b, f"p{number}") == "OK"
+        for number in range(20):
+            assert attend(a, f"p{number}") == "OK"
+        assert states(a, 20) == ["COLD"] * 16 + ["HIT"] * 4 and states(b, 8) == ["HIT"] * 8
+        assert attend(a, "p0", 5 * tokens, 5) == FULL and states(a, 1) == ["COLD"]
+        assert admin.info("INFO", "memory")["attend_bytes"] == str(12 * 2 * len(side))
+        # rows of 1 KiB are less on disk than in memory
+        assert store(a, "rows", 400) == ["OK", "OK"]
+        assert a.ask("KV.PREFIX.WARM", "rows", 4, dim) == FULL
+        assert store(a, "rows", 200) == ["OK", "OK"] and states(a, 20)[16:] == ["HIT"] * 4
+        # the quota of what is stored is one by itself
+        assert held(a, ["rows"]) == ["rows"]
+
+
 def test_pins_of_one_leave_room_for_another(start: Start) -> None:
     server = start("--max-sessions", "16")
     with user(server, "b", "pb") as b, user(server, "a", "pa") as a:

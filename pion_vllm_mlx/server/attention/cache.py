@@ -1,7 +1,8 @@
 """The attention cache of a worker: K/V of layers, and the queries over them.
 
 Memory only. Slots are a cache: they leave when others need the room, also those of a
-tenant, and count against no quota. A namespace that is dropped, or expires, takes along
+tenant, whose quota bounds their bytes by themselves. Before a write is refused for want of
+memory they leave, too. A namespace that is dropped, or expires, takes along
 what was made from its rows; one that is evicted from disk does not, what is resident is
 as true as before.
 """
@@ -70,6 +71,17 @@ class AttentionCache:
             return ""
         return f"attention: no {wanted} device here, it runs on: {self.device}"
 
+    def sparable(self) -> int:
+        """Bytes of the process's memory that ``spare`` could free.
+
+        None of a GPU's: what is freed there stays with MLX.
+        """
+        return self.slots.nbytes if self.device == placement.HOST else 0
+
+    def spare(self, nbytes: int) -> None:
+        """Demote until so many bytes came free, or nothing is left."""
+        self.slots.spare(nbytes)
+
     def fields(self) -> dict[str, int]:
         """What KV.PREFIX.INFO tells."""
         slots, engine = self.slots, self.engine
@@ -96,7 +108,7 @@ class AttentionCache:
                     f"instead of {shape.side_bytes}"
                 )
         dtype = self.settings.dtype
-        self.slots.check_fits(resident_bytes(shape, dtype))
+        self.slots.check_fits(key.sid, resident_bytes(shape, dtype))
         k, v = shape.floats(keys), shape.floats(values)
         resident = await self._run(lambda: from_floats(k, v, dtype))
         self.put(key, await self.placed(resident))

@@ -6,9 +6,9 @@
                        ^--------------put---------'
 
 WARM holds K/V, COLD only says that the key was WARM once and of what shape. All limits
-give up the least recently used; where there are tenants, the owner with the most gives
-first. Nothing here is logged or saved: it is a cache, and a restart leaves it empty.
-Belongs to the event loop.
+give up the least recently used; where there are tenants, one past its quota gives its own,
+and past the limits of all the owner with the most gives first. Nothing here is logged or
+saved: it is a cache, and a restart leaves it empty. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class SlotTable(Generic[HeldT]):
         self.counters = SlotCounters()
         #: whose a session is: of several owners the one with the most gives up a slot first
         self.owner: Callable[[bytes], bytes] | None = None
+        #: bytes that an owner's K/V may take, 0 for any
+        self.quota: Callable[[bytes], int] = lambda owner: 0
 
     # -- asking ----------------------------------------------------------------
 
@@ -125,12 +127,28 @@ class SlotTable(Generic[HeldT]):
 
     # -- changing --------------------------------------------------------------
 
-    def check_fits(self, nbytes: int) -> None:
-        """Raise OutOfMemory for what would not fit the budget even alone."""
+    def check_fits(self, sid: bytes, nbytes: int) -> None:
+        """Raise OutOfMemory for what would not fit the budget, or its owner's quota, even alone."""
+        self.check_quota(sid, nbytes)
         if self.budget and nbytes > self.budget:
             raise OutOfMemory(
                 f"{nbytes} bytes of attention K/V do not fit --attend-budget {self.budget}"
             )
+
+    def check_quota(self, sid: bytes, nbytes: int) -> None:
+        """Raise OutOfMemory for what the owner of a session may not even have alone."""
+        quota = self._quota_of(sid)
+        if quota and nbytes > quota:
+            raise OutOfMemory(f"the quota of {quota} bytes does not allow this store")
+
+    def _quota_of(self, sid: bytes) -> int:
+        return 0 if self.owner is None else self.quota(self.owner(sid))
+
+    def _of_same_owner(self, key: Key) -> list[Key]:
+        """The WARM keys of a key's owner, least recently used first."""
+        assert self.owner is not None
+        owner = self.owner(key.sid)
+        return [one for one in self.warm if self.owner(one.sid) == owner]
 
     def put(self, key: Key, slot: Slot[HeldT], *, rehydrates: bool = False) -> None:
         """Make ``key`` WARM, the most recently used; others are demoted to make room.
@@ -138,7 +156,7 @@ class SlotTable(Generic[HeldT]):
         ``rehydrates``: it comes back from stored rows, which counts where it was COLD.
         Raises OutOfMemory, and then nothing has changed, for what does not fit at all.
         """
-        self.check_fits(slot.held.nbytes)
+        self.check_fits(key.sid, slot.held.nbytes)
         self.warm.pop(key, None)
         if self.cold.pop(key, None) is not None and rehydrates:
             self.counters.rehydrates += 1
@@ -148,17 +166,32 @@ class SlotTable(Generic[HeldT]):
         self.fit(key)
 
     def fit(self, newest: Key) -> None:
-        """Demote until the budget holds; ``newest`` stays."""
+        """Demote until quota and budget hold; ``newest`` stays."""
+        quota = self._quota_of(newest.sid)
+        if quota:
+            mine = self._of_same_owner(newest)
+            excess = sum(self.warm[key].held.nbytes for key in mine) - quota
+            for key in mine:
+                if excess > 0 and key != newest:
+                    excess -= self._cool(key)
         if not self.budget:
             return
         excess = self.nbytes - self.budget
         while excess > 0 and len(self.warm) > 1:
             excess -= self._demote(newest, by_bytes=True)
 
-    def _demote(self, newest: Key, *, by_bytes: bool) -> int:
+    def spare(self, nbytes: int) -> None:
+        """Demote until so many bytes came free, or nothing is left."""
+        while nbytes > 0 and self.warm:
+            nbytes -= self._demote(None, by_bytes=True)
+
+    def _demote(self, newest: Key | None, *, by_bytes: bool) -> int:
         """Take one slot's K/V away, never that of ``newest``; the bytes that came free."""
         weights = {key: slot.held.nbytes if by_bytes else 1 for key, slot in self.warm.items()}
-        victim = self._victim(weights, newest)
+        return self._cool(self._victim(weights, newest))
+
+    def _cool(self, victim: Key) -> int:
+        """Make a slot COLD; the bytes that came free."""
         slot = self.warm.pop(victim)
         held = slot.held
         while len(self.cold) >= self.max_cold:
@@ -167,13 +200,13 @@ class SlotTable(Generic[HeldT]):
         self.counters.demotions += 1
         return held.nbytes
 
-    def _victim(self, weights: Mapping[Key, int], newest: Key) -> Key:
+    def _victim(self, weights: Mapping[Key, int], newest: Key | None) -> Key:
         """The first key, in order of use, of the owner with the greatest weight."""
         candidates = (key for key in weights if key != newest)
         if self.owner is None:
             return next(candidates)
-        owners = {key: self.owner(key.sid) for key in (*weights, newest)}
-        totals = Counter({owners[newest]: 1})
+        owners = {key: self.owner(key.sid) for key in weights}
+        totals = Counter[bytes]() if newest is None else Counter({self.owner(newest.sid): 1})
         for key, weight in weights.items():
             totals[owners[key]] += weight
         return max(candidates, key=lambda key: totals[owners[key]])

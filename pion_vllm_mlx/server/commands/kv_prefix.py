@@ -195,7 +195,13 @@ def kv_prefix_drop(context: Context, args: list[Arg]) -> Effect:
     for namespace in namespaces:
         held += bool(context.sides(namespace))
         effects += drop_namespace(context.state, namespace, "dropped", int(time.time()))
-    return Effect(effects, held)
+
+    def dropped() -> int:
+        # attention may have K/V of a name that was never registered, or was evicted
+        context.server.attention.slots.forget(namespaces)
+        return held
+
+    return Effect(effects, dropped)
 
 
 @command("KV.PREFIX.INFO", 1, "The V-store in numbers.", kvcache=True)

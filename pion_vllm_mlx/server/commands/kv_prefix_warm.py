@@ -92,7 +92,7 @@ async def kv_prefix_warm(context: Context, args: list[Arg]) -> Reply:
         raise CommandError(_NOT_FOUND)
     whole = await Whole.of(context, namespace, given)
     fitting, others = _fitting(sides, heads, dim, only)
-    _check_budget(context, fitting, dim)
+    _check_budget(context, target, fitting, dim)
     for pair in fitting:
         resident = await _read(context, sides, pair, heads, dim)
         whole.check(context, pair.layer, resident)
@@ -126,11 +126,12 @@ def _target(context: Context, namespace: bytes, args: list[Arg]) -> bytes:
     return context.stored(name)
 
 
-def _check_budget(context: Context, pairs: list[LayerPair], dim: int) -> None:
+def _check_budget(context: Context, target: bytes, pairs: list[LayerPair], dim: int) -> None:
     """Raise OutOfMemory where the layers would push out each other."""
     attention = context.server.attention
     dtype, budget = attention.settings.dtype, attention.slots.budget
     total = sum(pair.kept_bytes(dtype, dim) for pair in pairs)
+    attention.slots.check_quota(target, total)
     if budget and total > budget:
         raise OutOfMemory(f"{WHERE}: {total} bytes do not fit --attend-budget {budget}")
 

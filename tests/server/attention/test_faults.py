@@ -315,6 +315,15 @@ def test_past_maxmemory_stores_and_warms_are_refused_and_queries_are_not(
             asking.wire.ok("CONFIG", "SET", "maxmemory", 0)
 
 
+def test_a_drop_frees_what_was_never_registered(shared: RunningServer) -> None:
+    with connected(shared, "unregistered") as asking:
+        asking.store(*sides(50, 20))
+        asking.at("unregistered_attn").store(*sides(50, 20))
+        assert asking.wire.ask("KV.PREFIX.DROP", "unregistered") == 0
+        assert asking.lookup() == "MISS"
+        assert asking.at("unregistered_attn").lookup() == "MISS"
+
+
 @pytest.mark.parametrize("lane", ["binary", "resp"])
 def test_queries_of_clients_that_left_are_not_computed(tmp_path: Path, lane: str) -> None:
     """All have begun before the clients leave, and each is as long as one that is waited for."""

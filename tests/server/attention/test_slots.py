@@ -131,6 +131,36 @@ def test_the_owner_with_the_most_bytes_gives_first() -> None:
     assert table.state(key(0, "big")) == "COLD" and len(table.warm) == 3
 
 
+def test_past_its_quota_an_owner_gives_its_own_and_no_other_does() -> None:
+    table: SlotTable[Rows] = SlotTable()
+    table.owner = lambda sid: sid[:1]
+    table.quota = lambda owner: 30 if owner == b"a" else 0
+    for number in range(5):
+        table.put(key(number, "b"), slot(100))
+    for number in range(5):
+        table.put(key(number, "a"), slot())
+    assert [table.state(key(n, "a")) for n in range(5)] == ["COLD"] * 2 + ["HIT"] * 3
+    assert [table.state(key(n, "b")) for n in range(5)] == ["HIT"] * 5
+    table.put(key(3, "a"), slot(30))
+    assert [table.state(key(n, "a")) for n in range(5)] == ["COLD"] * 3 + ["HIT", "COLD"]
+    with pytest.raises(OutOfMemory, match="the quota of 30 bytes does not allow this store"):
+        table.put(key(3, "a"), slot(31))
+    assert table.state(key(3, "a")) == "HIT" and table.nbytes == 530
+
+
+def test_what_is_spared_comes_from_the_owner_with_the_most_bytes() -> None:
+    table: SlotTable[Rows] = SlotTable()
+    table.owner = lambda sid: sid[:1]
+    table.put(key(0, "small"), slot(10))
+    for number in range(4):
+        table.put(key(number, "big"), slot(30))
+    table.spare(31)
+    assert [table.state(key(n, "big")) for n in range(4)] == ["COLD"] * 2 + ["HIT"] * 2
+    assert table.state(key(0, "small")) == "HIT"
+    table.spare(1000)
+    assert not table.warm
+
+
 def test_a_dropped_namespace_takes_its_sessions_and_what_was_made_of_it() -> None:
     table: SlotTable[Rows] = SlotTable(max_warm=4)
     names = [b"ns", b"ns_attn", b"other", b"ns2", b"ns", b"mine"]
