@@ -145,7 +145,8 @@ _FLAGS: dict[str, Flag] = {
         "quotas",
         _quota,
         many=True,
-        help="bytes that a tenant may store, and keep for attention in memory; shared rows count for each prefix",
+        help="bytes that a tenant may store, and keep for attention in memory; shared rows count "
+        "for each prefix",
         metavar="NAME=BYTES",
     ),
     "--ns-prefix": Flag("ns_prefix", str.encode, help="namespaces start with this", metavar="S"),

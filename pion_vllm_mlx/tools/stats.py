@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from pion_vllm_mlx.cache.connection import RespConnection, info_fields
-from pion_vllm_mlx.errors import StoreUnavailable
+from pion_vllm_mlx.errors import PermissionRefused, StoreUnavailable
 from pion_vllm_mlx.tools.store_access import (
     Access,
     add_url,
@@ -106,8 +106,11 @@ def added_up(workers: Sequence[Numbers]) -> dict[str, str]:
 
 
 def _of_one(connection: RespConnection) -> dict[str, str]:
+    """Raises PermissionRefused for a tenant, who is told next to nothing by INFO."""
     numbers = dict(info_fields(connection.command("INFO")))
     held = connection.pipeline([("KV.PREFIX.INFO",)])[0]
+    if isinstance(held, PermissionRefused):
+        raise held
     if not isinstance(held, Exception):
         numbers.update(info_fields(held))
     return numbers

@@ -136,6 +136,31 @@ def test_stats_that_reach_one_worker_of_several_say_which(
     assert "of 0 to 1 alone (a worker's own port has no TLS" in out and "1 hits, 0" in out
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_stats_are_refused_to_a_tenant_in_the_server_s_words(
+    tmp_path: Path,
+    workers: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "data").mkdir(mode=0o700)
+    flags = ["--requirepass", "adminpw", "--tenant", "team=s3cret", "--bind", "127.0.0.1"]
+    flags += ["-w", str(workers), "--independent-workers"]
+    server = RunningServer(free_port_block(5), tmp_path / "data", flags)
+    try:
+        server.start()
+        monkeypatch.setenv("PION_REQUIREPASS", "s3cret")
+        place = f"tcp://team@127.0.0.1:{server.port}"
+        for more in ([], ["--json"], ["--watch"]):
+            assert cli.main(["stats", "--url", place, *more]) == 1
+            out, error = capsys.readouterr()
+            assert out == "" and "'kv.prefix.info' is not allowed for tenant 'team'" in error
+        monkeypatch.setenv("PION_REQUIREPASS", "adminpw")
+        assert cli.main(["stats", "--url", f"tcp://127.0.0.1:{server.port}"]) == 0
+    finally:
+        server.stop()
+
+
 def test_a_reader_that_stops_early_ends_a_tool_without_a_word(url: str) -> None:
     command = [sys.executable, "-m", "pion_vllm_mlx", "stats", "--url", url]
     read, write = os.pipe()
