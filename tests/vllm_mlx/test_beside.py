@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from pion_vllm_mlx.cache.lineage import LineageOptions  # noqa: E402
 from pion_vllm_mlx.cache.vllm_mlx_backend import (  # noqa: E402
     BackendSettings,
     install_vllm_mlx_backend,
+    uninstall_vllm_mlx_backend,
 )
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import LookedUp, Lookup  # noqa: E402
 from tests.conftest import RunningServer  # noqa: E402
@@ -77,6 +79,36 @@ def test_the_thread_that_generates_neither_asks_the_store_nor_reads(
         assert [name for name, _ in seen].count("restore") == len(prompts)
         assert not engine.cache._looked_up
         assert engine.cache.pion_stats()["generation_thread"]["fetch"]["calls"] == len(prompts)
+
+
+@pytest.mark.parametrize("family", SOME)
+def test_an_engine_that_starts_has_the_latest_conversations_in_memory(
+    family: str, pion_server: RunningServer
+) -> None:
+    prompts = [token_ids(90 + 20 * index, seed=300 + index) for index in range(3)]
+    installed(pion_server, preload_bytes=10**9)
+    replies = stored(family, prompts)
+    turns = [[*prompt, *reply.tokens, 7] for prompt, reply in zip(prompts, replies, strict=True)]
+    uninstall_vllm_mlx_backend()
+    with running_engine(FAMILIES[family]) as engine:  # without us, and nothing to reuse
+        expected = [engine.ask(turn).tokens for turn in turns]
+    installed(pion_server, preload_bytes=10**9)
+    with running_engine(FAMILIES[family]) as engine:
+        # as vllm-mlx's server does when it starts, on the thread that owns MLX
+        engine.worker.submit(engine.cache.load_from_disk, "").result()
+        until(lambda: engine.cache.pion_stats().get("read_ahead", 0) >= len(prompts))
+        for prompt, turn, tokens in zip(prompts, turns, expected, strict=True):
+            reply = engine.ask(turn)
+            assert reply.tokens == tokens
+            assert reply.cached >= len(prompt) - 1 and reply.lookup.tier == "memory"
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits until something holds; half a minute at the most."""
+    ends_at = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < ends_at
+        time.sleep(0.02)
 
 
 def test_equal_prompts_at_once_get_caches_of_their_own(pion_server: RunningServer) -> None:
