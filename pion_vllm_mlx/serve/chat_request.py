@@ -68,7 +68,9 @@ def chosen_tools(body: Json) -> Json:
 def check_steering(body: Json) -> None:
     """Raises ``ApiError`` 400 for what an engine that only samples would not do."""
     if body.get("tool_choice") not in (None, "auto", "none"):
-        raise bad_request("tool_choice: this engine cannot have a tool called, only auto and none")
+        raise bad_request(
+            "tool_choice: this engine cannot force a call: send auto, and ask for it in a message"
+        )
     form = body.get("response_format")
     if form is not None and (not isinstance(form, dict) or form.get("type") != "text"):
         raise bad_request("response_format: this engine cannot hold a reply to a form, only text")
@@ -103,7 +105,7 @@ def _common(body: Json) -> Json:
     if checks.optional_text(body, "suffix"):
         raise bad_request("suffix is not supported: replies follow the prompt")
     requested_model(body)
-    checks.stops(body, "stop")
+    stops = checks.stops(body, "stop")
     _check_template_settings(body)
     checks.mapping(body, "role_mapping")
     for name, flag in (("adapters", "--adapter-path"), ("draft_model", "--draft-model")):
@@ -114,6 +116,8 @@ def _common(body: Json) -> Json:
     given = {name: value for name, value in body.items() if value is not None}
     if seed is not None:
         given["seed"] = seed
+    if stops:
+        given["stop"] = stops  # vllm-mlx takes no single one
     return {**given, "model": MODEL}
 
 

@@ -36,6 +36,7 @@ from pion_vllm_mlx.serve.engine_child import (
     watch_lifeline,
 )
 from pion_vllm_mlx.serve.engine_vllm_mlx_app import EngineLayer
+from pion_vllm_mlx.serve.engine_vllm_mlx_stops import StopLayer, patch_stops
 from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
 from pion_vllm_mlx.serve.store_options import store_options
 
@@ -110,6 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watch_lifeline(parsed.link)
     try:
         install_vllm_mlx_backend(settings=settings(parsed))
+        stops = patch_stops()
     except PionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -118,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _serve(parsed)
     finally:
+        stops.undo()
         uninstall_vllm_mlx_backend()
     return 0
 
@@ -145,7 +148,7 @@ def _serve(parsed: EngineArguments) -> None:
     def run(app: Any, **options: Any) -> None:
         """In uvicorn.run's place: vllm-mlx calls it with its application, once."""
         listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-        layer = EngineLayer(app, parsed.link, parsed.model)
+        layer = EngineLayer(StopLayer(app), parsed.link, parsed.model)
         level = parsed.log_level
         settings = uvicorn.Config(
             layer,

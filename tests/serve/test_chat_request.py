@@ -27,6 +27,14 @@ def test_any_model_name_is_the_one_model() -> None:
     assert completion_body({"prompt": "x"})["model"] == "default_model"
 
 
+@pytest.mark.parametrize(
+    ("stop", "words"), [("x", ["x"]), (["x", "", "y"], ["x", "y"]), (None, None)]
+)
+def test_stop_sequences_are_a_list_for_the_engine(stop: Any, words: Any) -> None:
+    assert chat_body({"messages": [HI], "stop": stop}).get("stop") == words
+    assert completion_body({"prompt": "x", "stop": stop}).get("stop") == words
+
+
 def test_system_messages_are_normalized_in_both_forms_and_others_are_not() -> None:
     parts = [{"type": "text", "text": f"{HEADER}\na"}, {"type": "text", "text": "b"}]
     messages = [

@@ -1,0 +1,146 @@
+"""Stop sequences with vllm-mlx, whose batching engine takes them and stops at none.
+
+The words of an HTTP request are in a context variable while its reply is generated.  Between
+the scheduler and the server the text of the reply passes through ``Stops``: what could become
+a stop word waits; at the first whole one the reply ends before it, and the scheduler is told to
+give the request up.  The last chunk says which one it was, as mlx-lm's engine does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from pion_vllm_mlx.cache.vllm_mlx_backend_seams import Replacements, Seam, check
+from pion_vllm_mlx.cache.vllm_mlx_backend_usage import App, Message, Receive, Send
+from pion_vllm_mlx.serve.engine_vllm_mlx_app import CHAT, body_of, replayed
+from pion_vllm_mlx.serve.pieces import STOPPED_BY
+
+COMPLETIONS = "/v1/completions"
+STREAM_OUTPUTS = Seam(
+    "vllm_mlx.engine_core", "EngineCore.stream_outputs", ("self", "request_id", "timeout")
+)
+
+
+class Stops:
+    """The text of one reply up to the first of ``words``; ``word`` is that one, once it came."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self._words = [word for word in words if word]
+        self._held = ""
+        self.said = ""
+        self.word: str | None = None
+
+    def feed(self, text: str, *, last: bool) -> str:
+        """What of the reply is certain once ``text`` has come; all of it where that is the last."""
+        self._held += text
+        found = [(at, -len(one), one) for one in self._words if (at := self._held.find(one)) >= 0]
+        if found:
+            end, _, self.word = min(found)
+        else:
+            end = len(self._held) - (0 if last else self._beginning())
+        certain, self._held = self._held[:end], self._held[end:]
+        self.said += certain
+        return certain
+
+    def _beginning(self) -> int:
+        """How many characters at the end may become a stop word."""
+        longest = max((len(word) for word in self._words), default=0)
+        for count in range(min(longest - 1, len(self._held)), 0, -1):
+            if any(word.startswith(self._held[-count:]) for word in self._words):
+                return count
+        return 0
+
+
+_STOPS: ContextVar[Stops | None] = ContextVar("pion_stops", default=None)
+
+
+def patch_stops() -> Replacements:
+    """Has replies end at the words of ``StopLayer``. Raises PionMlxCompatError."""
+    check([STREAM_OUTPUTS])
+    original: Callable[..., AsyncIterator[Any]] = vars(STREAM_OUTPUTS.owner())[STREAM_OUTPUTS.name]
+
+    @functools.wraps(original)
+    async def stream_outputs(
+        self: Any, request_id: str, timeout: float | None = None
+    ) -> AsyncIterator[Any]:
+        outputs: Any = original(self, request_id, timeout)
+        stops = _STOPS.get()
+        async with contextlib.aclosing(outputs):  # a request that goes on is given up
+            async for output in outputs:
+                yield output if stops is None else _stopped(output, stops)
+                if stops is not None and stops.word is not None:
+                    return
+
+    replacements = Replacements()
+    replacements.replace(STREAM_OUTPUTS, stream_outputs)
+    return replacements
+
+
+def _stopped(output: Any, stops: Stops) -> Any:
+    """An output with the text that is certain; the last one where a stop word has come."""
+    text = stops.feed(output.new_text, last=output.finished)
+    if stops.word is None:
+        return dataclasses.replace(output, new_text=text)
+    end = {"finished": True, "finish_reason": "stop", "output_text": stops.said}
+    return dataclasses.replace(output, new_text=text, **end)
+
+
+class StopLayer:
+    """An ASGI layer around vllm-mlx's application that knows the stop words of a request."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] != "http" or scope["path"] not in (CHAT, COMPLETIONS):
+            await self._app(scope, receive, send)
+            return
+        body = await body_of(receive)
+        stops = Stops(stop_words(body))
+        token = _STOPS.set(stops)
+
+        async def told(message: Message) -> None:
+            await send(message if stops.word is None else _with_word(message, stops.word))
+
+        try:
+            await self._app(scope, replayed(body, receive), told)
+        finally:
+            _STOPS.reset(token)
+
+
+def stop_words(body: bytes) -> list[str]:
+    """The stop sequences of a request's body; none where vllm-mlx refuses it itself."""
+    try:
+        words = json.loads(body).get("stop") if b'"stop"' in body else None
+    except (ValueError, AttributeError):
+        return []
+    words = [words] if isinstance(words, str) else words
+    return [one for one in words if isinstance(one, str)] if isinstance(words, list) else []
+
+
+def _with_word(message: Message, word: str) -> Message:
+    """A part of a stream in which the chunk that ends the reply says why."""
+    body = bytes(message.get("body", b""))
+    if b'"finish_reason"' not in body:
+        return message
+    lines = [_line(line, word) for line in body.split(b"\n")]
+    return {**message, "body": b"\n".join(lines)}
+
+
+def _line(line: bytes, word: str) -> bytes:
+    if not line.startswith(b"data: {"):
+        return line
+    with contextlib.suppress(ValueError):
+        chunk = json.loads(line[6:])
+        for choice in chunk.get("choices") or ():
+            if choice.get("finish_reason") == "stop":
+                choice[STOPPED_BY] = word
+        return b"data: " + json.dumps(chunk, ensure_ascii=False).encode()
+    return line
