@@ -120,6 +120,8 @@ def test_only_the_front_is_answered(engine: EngineProcess) -> None:
 
 
 def test_stats_without_a_store_say_so(engine: EngineProcess) -> None:
+    for _ in range(2):
+        engine.chat(HELLO)
     status, stats = engine.ask("/v1/pion/stats")
     assert (status, stats["pion"]) == (200, "disabled")
     assert stats["tokens_reused"] > 0
