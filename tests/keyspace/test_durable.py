@@ -30,7 +30,8 @@ from pion_vllm_mlx.server.keyspace.changes import (
 )
 from pion_vllm_mlx.server.keyspace.data import Data, Entry, Overlay
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
-from pion_vllm_mlx.server.keyspace.recovery import SNAPSHOT_MAGIC, WAL_MAGIC
+from pion_vllm_mlx.server.keyspace.recovery import SNAPSHOT_MAGIC, WAL_MAGIC, Paths, recover
+from pion_vllm_mlx.server.keyspace.standing import Standing
 from pion_vllm_mlx.server.keyspace.values import SortedSet
 from pion_vllm_mlx.server.store import framing
 from pion_vllm_mlx.server.store.store import StoreConfig
@@ -57,6 +58,7 @@ SCRIPT: list[list[Change]] = [
     [change(Verb.FLUSH)],
     [change(Verb.SET, b"after", b"flush")],
 ]
+KEYS = st.sampled_from([b"a", b"b", b"c"])
 Content = dict[bytes, tuple[Any, int]]
 
 
@@ -404,3 +406,94 @@ def test_a_log_under_steady_load_is_saved_away(folder: Path) -> None:
         assert not keys.keyspace.save_soon(quiet_seconds=0)
         keys.do([change(Verb.SET, b"k", bytes(2100))])
         assert keys.keyspace.save_soon(quiet_seconds=0)
+
+
+@pytest.mark.parametrize("damage", ["flip", "link", "missing"])
+def test_a_log_never_appends_to_what_a_lost_snapshot_held(
+    folder: Path, fresh: Callable[[], Path], damage: str
+) -> None:
+    """Values that never were: the end of a string, some fields of a hash, an emptied list."""
+    with Keys(folder) as keys:
+        for changes in SCRIPT[:7]:
+            keys.do(changes)
+        keys.save()
+        for changes in SCRIPT[2:5] + SCRIPT[9:11]:
+            keys.do(changes)
+        keys.do([change(Verb.SET, b"new", b"1"), change(Verb.DEADLINE, b"new", b"%d" % (NOW + 9))])
+        keys.do([change(Verb.APPEND, b"new", b"2"), change(Verb.DELETE, b"set")])
+        keys.do([change(Verb.SADD, b"set", b"q"), change(Verb.SET, b"other", b"3")])
+        keys.do([change(Verb.RENAME, b"h", b"other"), change(Verb.HSET, b"h", b"f", b"v")])
+        keys.do([change(Verb.RENAME, b"new", b"z"), change(Verb.HSET, b"other", b"f", b"v")])
+        whole = keys.content
+    stands = {key: whole[key] for key in (b"z", b"set", b"h")}
+    copy = fresh()
+    if damage == "flip":
+        flip(copy / SNAPSHOT, 60)
+    else:
+        (copy / SNAPSHOT).unlink()
+    if damage == "link":
+        (copy / SNAPSHOT).symlink_to(folder / SNAPSHOT)
+    log = (copy / WAL).read_bytes()
+    with pytest.raises(DamagedData):
+        reopened(copy)
+    assert reopened(copy, salvage=True) == stands
+    (aside,) = copy.glob(f"{WAL}.damaged-*")
+    assert aside.read_bytes() == log
+    assert reopened(copy) == stands
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.builds(lambda k, v: change(Verb.SET, k, v), KEYS, KEYS),
+            st.builds(lambda k, v: change(Verb.APPEND, k, v), KEYS, KEYS),
+            st.builds(lambda k: change(Verb.DELETE, k), KEYS),
+            st.builds(lambda k, to: change(Verb.RENAME, k, to), KEYS, KEYS),
+            st.just(change(Verb.FLUSH)),
+        ),
+        max_size=30,
+    ),
+    st.integers(0, 30),
+)
+def test_what_stands_of_a_log_is_as_it_was_at_its_end(changes: list[Change], begin: int) -> None:
+    whole, part, standing = Data(), Data(), Standing()
+    for number, one in enumerate(changes):
+        if one.verb == Verb.RENAME and one.parts[0] not in whole.entries:
+            continue
+        whole.apply(one)
+        passed = standing.passed(one) if number >= begin else None
+        if passed is not None:
+            part.apply(passed)
+    assert content(part).items() <= content(whole).items()
+    if changes[begin:] and changes[begin].verb == Verb.FLUSH:
+        assert content(part) == content(whole)
+
+
+def test_a_log_that_has_everything_stands_without_its_snapshot(
+    folder: Path, fresh: Callable[[], Path]
+) -> None:
+    """So it is found after a kill between writing the snapshot and emptying the log."""
+    with Keys(folder) as keys:
+        for changes in SCRIPT[:7]:
+            keys.do(changes)
+        log = (folder / WAL).read_bytes()
+        keys.save()
+        expected = keys.content
+    copy = fresh()
+    (copy / WAL).write_bytes(log)
+    flip(copy / SNAPSHOT, 60)
+    assert reopened(copy, salvage=True) == expected
+    assert reopened(copy) == expected
+
+
+def test_a_start_that_is_killed_in_a_repair_finds_the_damage_again(folder: Path) -> None:
+    with Keys(folder) as keys:
+        for changes in SCRIPT[:7]:
+            keys.do(changes)
+        keys.save()
+    flip(folder / SNAPSHOT, 60)
+    recover(Paths(folder), True, True)
+    with pytest.raises(DamagedData):
+        reopened(folder)
+    assert reopened(folder, salvage=True) == {}
+    assert len(list(folder.glob(f"{SNAPSHOT}.damaged-*"))) == 2

@@ -91,7 +91,7 @@ class Keyspace:
         self._counted = (-1, 0)
         self._live_bytes = 0
         self._look_again = 0.0
-        if found and found.salvaged and found.wal.enabled:
+        if found and found.salvaged:  # also without logs: what was repaired is to stay so
             self._save_files()
         self._reserve = (
             Reserve(self._paths.reserve) if config and config.wal and self._paths else None

@@ -2,7 +2,8 @@
 
 Snapshot first, then the log behind it. A torn end of the log is cut off; anything
 else that does not verify is refused by name, or, with ``salvage``, the file is set
-aside and what verifies before the damage is kept.
+aside. Of a log what stands before the damage is kept, of a snapshot nothing, and then of a
+log that goes on from it only the keys whose whole value it has (see ``standing``).
 """
 
 from __future__ import annotations
@@ -17,9 +18,16 @@ from pathlib import Path
 from pion_vllm_mlx.errors import DamagedData
 from pion_vllm_mlx.server.keyspace.changes import PIECE_BYTES, Assembler, Change, Piece, pieces
 from pion_vllm_mlx.server.keyspace.data import Data
+from pion_vllm_mlx.server.keyspace.standing import Standing
 from pion_vllm_mlx.server.store import framing
-from pion_vllm_mlx.server.store.files import TEMPORARY, FileHandle, is_foreign, set_aside
-from pion_vllm_mlx.server.store.findings import Finding, Kind
+from pion_vllm_mlx.server.store.files import (
+    TEMPORARY,
+    FileHandle,
+    is_foreign,
+    set_aside,
+    set_aside_until_replaced,
+)
+from pion_vllm_mlx.server.store.findings import Finding, Kept, Kind
 from pion_vllm_mlx.server.store.wal import Wal
 
 log = logging.getLogger(__name__)
@@ -98,29 +106,27 @@ class _Recovery:
         self.notes: list[Finding] = []
 
     def run(self, wal_enabled: bool) -> Recovered:
-        covered, lost = 0, False
+        covered: int | None = None
         for path in (self.paths.snapshot, self.paths.wal):
             if is_foreign(path):
-                error = DamagedData(f"{path.name} is not a regular file")
-                self._damage(path, error, keep=False)
-                lost = lost or path == self.paths.snapshot
+                self._damage(path, DamagedData(f"{path.name} is not a regular file"))
         try:
             covered = self._load_snapshot()
         except DamagedData as error:
-            self._damage(self.paths.snapshot, error, keep=False)
-            self.data, lost = Data(), True
-        last, replayed = self._replay(covered, lost)
+            self._damage(self.paths.snapshot, error)
+            self.data = Data()
+        last, replayed = self._replay(covered)
         for path in (self.paths.snapshot, self.paths.wal):
             path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
         salvaged = any(note.kind is Kind.SET_ASIDE for note in self.notes)
         wal = Wal(self.paths.wal, WAL_MAGIC, last + 1, wal_enabled)
         return Recovered(self.data, wal, replayed, salvaged, self.notes)
 
-    def _load_snapshot(self) -> int:
-        """The LSN that the snapshot covers, 0 without one. Raises DamagedData, NewerFormat."""
+    def _load_snapshot(self) -> int | None:
+        """The LSN that the snapshot covers; None without one. Raises DamagedData, NewerFormat."""
         path = self.paths.snapshot
         if not path.exists():
-            return 0
+            return None
         file = FileHandle(path, os.O_RDONLY)
         found = framing.scan(file.mapped(), SNAPSHOT_MAGIC, path.name)
         if found.damage is not None:
@@ -135,46 +141,62 @@ class _Recovery:
         self._apply(found.frames[:-1], path)
         return found.covered_lsn
 
-    def _replay(self, covered: int, lost: bool) -> tuple[int, int]:
-        """Last LSN and how many records were applied; cuts a torn end off the log."""
-        path = self.paths.wal
+    def _replay(self, snapshot_lsn: int | None) -> tuple[int, int]:
+        """Last LSN and how many records were applied; cuts a torn end off the log.
+
+        Without a snapshot a log from the first change on says everything, a later one only
+        what it has whole. A snapshot older than the log's beginning is kept as it is.
+        """
+        path, covered = self.paths.wal, snapshot_lsn or 0
         if not path.exists():
             return covered, 0
         file = FileHandle(path, os.O_RDWR)
         found = framing.scan(file.mapped(), WAL_MAGIC, path.name)
-        if found.damage is not None:
-            reason = f"{path.name} at {found.damage.offset}: {found.damage.reason}"
-            self._damage(path, DamagedData(reason), keep=True)
         frames = [frame for frame in found.frames if frame.lsn > covered]
-        if frames and frames[0].lsn != covered + 1 and not lost:
+        standing = None
+        if frames and frames[0].lsn != covered + 1:
             reason = f"{path.name}: records {covered + 1} to {frames[0].lsn - 1} are missing"
-            self._damage(path, DamagedData(reason), keep=True)
-            frames = []
+            if snapshot_lsn is None:
+                standing = Standing()
+            self._damage(path, DamagedData(reason), Kept.WHOLE if standing else Kept.NOTHING)
+            frames = frames if standing else []
+        elif found.damage is not None:
+            reason = f"{path.name} at {found.damage.offset}: {found.damage.reason}"
+            self._damage(path, DamagedData(reason), Kept.BEGINNING)
         if found.torn_bytes:
             self.notes.append(Finding(Kind.TORN, path.name, found.torn_bytes))
         last = found.frames[-1].lsn if found.frames else 0
         try:
-            self._apply(frames, path)
+            self._apply(frames, path, standing)
         except DamagedData as error:
-            self._damage(path, error, keep=True)
+            self._damage(path, error, Kept.BEGINNING)
         if found.valid_bytes < file.size():
             os.ftruncate(file.fd, found.valid_bytes)
         return max(covered, last), len(frames)
 
-    def _apply(self, frames: Sequence[framing.Frame], path: Path) -> None:
+    def _apply(
+        self, frames: Sequence[framing.Frame], path: Path, standing: Standing | None = None
+    ) -> None:
         batches = Assembler()
         for frame in frames:
             try:
                 for one in batches.add(frame.op, frame.payload):
-                    self.data.apply(one)
+                    passed = standing.passed(one) if standing else one
+                    if passed is not None:
+                        self.data.apply(passed)
             except DamagedData as error:
                 raise DamagedData(f"{path.name} record {frame.lsn}: {error}") from error
 
-    def _damage(self, path: Path, error: DamagedData, keep: bool) -> None:
+    def _damage(self, path: Path, error: DamagedData, kept: Kept = Kept.NOTHING) -> None:
         """Refuse, or with salvage set the file, or a copy of it, aside and go on."""
         if not self.salvage:
             raise error
-        kept_as = set_aside(path, keep).name
-        note = Finding(Kind.SET_ASIDE, path.name, reason=str(error), kept_as=kept_as)
+        if is_foreign(path):
+            aside = set_aside(path, keep=False)
+        elif path == self.paths.snapshot:
+            aside = set_aside_until_replaced(path)
+        else:
+            aside = set_aside(path, keep=True)
+        note = Finding(Kind.SET_ASIDE, path.name, 0, str(error), aside.name, kept)
         self.notes.append(note)
         log.warning("%s", note)

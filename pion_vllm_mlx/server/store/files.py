@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import logging
 import mmap
 import os
@@ -250,14 +251,35 @@ def is_foreign(path: Path) -> bool:
         return False
 
 
+def aside_name(path: Path) -> Path:
+    """A name that is free for what is set aside of ``path``."""
+    name = f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(aside for one in names if not os.path.lexists(aside := path.with_name(one)))
+
+
 def set_aside(path: Path, keep: bool) -> Path:
     """Move a damaged file, or a copy where ``keep``, out of the way; where it is now."""
-    aside = path.with_name(f"{path.name}.damaged-{time.strftime('%Y%m%d-%H%M%S')}")
+    aside = aside_name(path)
     if keep:
         shutil.copyfile(path, aside)
         aside.chmod(FILE_MODE)
     else:
         os.replace(path, aside)
+    return aside
+
+
+def set_aside_until_replaced(path: Path) -> Path:
+    """Give a damaged file that is only ever replaced a second name; the other one.
+
+    It stays where it is until what is kept of it takes its place: who is killed in between
+    finds it again.
+    """
+    aside = aside_name(path)
+    try:
+        os.link(path, aside)
+    except OSError:  # of file systems without links
+        return set_aside(path, keep=True)
     return aside
 
 

@@ -9,7 +9,7 @@ from enum import Enum, auto
 class Kind(Enum):
     """What was found, and what recovery did about it."""
 
-    #: a file is damaged: it, or a copy of it, was set aside, and what verifies of it is kept
+    #: a file is damaged: it, or a copy of it, was set aside, and ``kept`` of it is served
     SET_ASIDE = auto()
     #: further records of a file that is set aside did not verify either
     SKIPPED = auto()
@@ -19,6 +19,17 @@ class Kind(Enum):
     TORN = auto()
     #: segment files that nothing names were deleted
     ORPHANS = auto()
+    #: segment files that nothing names were set aside: what was lost may have named them
+    SEGMENTS_ASIDE = auto()
+
+
+class Kept(Enum):
+    """How much of a file that was set aside is served."""
+
+    NOTHING = "nothing of it is kept"
+    BEGINNING = "what it holds before the damage is kept"
+    WHOLE = "what it holds whole is kept, what only adds to something that is lost is not"
+    RECORDS = "of its sessions or states those are kept of which every record verifies"
 
 
 @dataclass(frozen=True)
@@ -26,7 +37,7 @@ class Finding:
     """One thing that was found.
 
     ``name``: the file's, of MISSING the session's. ``count``: torn bytes, skipped records or
-    deleted files. ``reason`` and ``kept_as`` are those of SET_ASIDE.
+    files. ``reason`` and ``kept`` are those of SET_ASIDE; ``kept_as`` names what was set aside.
     """
 
     kind: Kind
@@ -34,11 +45,12 @@ class Finding:
     count: int = 0
     reason: str = ""
     kept_as: str = ""
+    kept: Kept = Kept.NOTHING
 
     def __str__(self) -> str:
         match self.kind:
             case Kind.SET_ASIDE:
-                return f"{self.reason}; the file is kept as {self.kept_as}"
+                return f"{self.reason}; the file is kept as {self.kept_as}, {self.kept.value}"
             case Kind.SKIPPED:
                 return f"{self.name}: {self.count} more records were skipped"
             case Kind.MISSING:
@@ -47,3 +59,8 @@ class Finding:
                 return f"{self.name}: torn end of {self.count} bytes cut off"
             case Kind.ORPHANS:
                 return f"{self.count} segment files that nothing names were deleted"
+            case Kind.SEGMENTS_ASIDE:
+                return (
+                    f"{self.count} segment files that nothing names are kept in {self.kept_as}: "
+                    "who deletes it has their room"
+                )

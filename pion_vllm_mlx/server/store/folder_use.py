@@ -83,7 +83,12 @@ class FolderUse:
     def _files(self) -> Iterator[tuple[str, int]]:
         """Names and bytes on disk of the files that count here, the segments left out."""
         for entry in _entries(self._folder):
-            if entry.name.startswith("pion.segments.") or not entry.name.startswith(_OURS):
+            if not entry.name.startswith(_OURS):
+                continue
+            if entry.name.startswith("pion.segments."):
+                if ".damaged-" in entry.name and self._is_mine(_WORKER.fullmatch(entry.name)):
+                    for segment in _entries(Path(entry.path)):
+                        yield from _occupied(segment)
                 continue
             if entry.name == "pion-export":
                 for export in _entries(Path(entry.path)):

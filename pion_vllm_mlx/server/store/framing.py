@@ -179,6 +179,38 @@ def scan(data: memoryview, magic: bytes, name: str) -> Scan:
     return Scan(frames, covered, end, damage=Damage(end, reason))
 
 
+def survivors(data: memoryview, magic: bytes, name: str) -> tuple[int, list[Frame | None]]:
+    """The LSN that a damaged snapshot covers, and its records that verify, without END.
+
+    None stands for what does not verify: a record whose length leads to the one after it is
+    stepped over, behind any other nothing is known. Never is a record searched for: what is
+    stored may look like one. Raises DamagedData where the header does not verify, or bytes
+    follow the END; NewerFormat.
+    """
+    covered = _read_header(data, magic, name)
+    found: list[Frame | None] = []
+    offset, lsn = HEADER_BYTES, 1
+    while True:
+        here = _frame_at(data, offset)
+        if here is not None and here.lsn == lsn and here.op == END:
+            if here.payload_offset + len(here.payload) != len(data):
+                raise DamagedData("bytes behind the end")
+            return covered, found
+        if here is None or here.lsn != lsn:
+            found.append(None)
+            if offset + FRAME_BYTES > len(data):
+                return covered, found
+            offset += FRAME_BYTES + int(_FRAME.unpack_from(data, offset)[1])
+            after = _frame_at(data, offset)
+            lsn += 1
+            if after is None or after.lsn != lsn:
+                return covered, found
+            continue
+        found.append(here)
+        offset = here.payload_offset + len(here.payload)
+        lsn += 1
+
+
 def _any_frame(data: memoryview, offset: int) -> Frame | None:
     """A valid record anywhere behind ``offset``: for a log whose very first record is invalid."""
     last = min(len(data) - FRAME_BYTES, offset + _SEARCH_BYTES)

@@ -2,7 +2,9 @@
 
 Manifest first, then the WAL behind it. A torn end of a WAL is cut off; anything
 else that does not verify is damage: refused by name, or, with ``salvage``, the
-file is set aside and what verifies before the damage is kept.
+file is set aside. Of a log what stands before the damage is kept, of a manifest the
+sessions and states of which all verifies. Nothing is deleted then: segments that nothing
+names are set aside, too.
 """
 
 from __future__ import annotations
@@ -17,9 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pion_vllm_mlx.errors import CommandError, DamagedData
-from pion_vllm_mlx.server.store import eviction, framing, records, snapshot
-from pion_vllm_mlx.server.store.files import TEMPORARY, FileHandle, is_foreign, set_aside
-from pion_vllm_mlx.server.store.findings import Finding, Kind
+from pion_vllm_mlx.server.store import eviction, framing, records, salvaging, snapshot
+from pion_vllm_mlx.server.store.files import (
+    TEMPORARY,
+    FileHandle,
+    is_foreign,
+    set_aside,
+    set_aside_until_replaced,
+)
+from pion_vllm_mlx.server.store.findings import Finding, Kept, Kind
 from pion_vllm_mlx.server.store.index import InSegment, Place
 from pion_vllm_mlx.server.store.segments import SUFFIX, SegmentFolder
 from pion_vllm_mlx.server.store.state import State
@@ -104,6 +112,8 @@ class Recovery:
         self.state = State(self.folder.adopt, fresh=False)
         self.aside: dict[Path, int] = {}
         self.salvaged = False
+        #: segments of which it is not known whether they were sealed
+        self.unclear: set[str] = set()
 
     def run(self) -> Recovered:
         """Read everything. Raises DamagedData (not with salvage), NewerFormat, OSError."""
@@ -119,7 +129,9 @@ class Recovery:
     def _recovered(self) -> Recovered:
         for path in self.paths.all_files():
             if is_foreign(path):
-                self.damage(path, DamagedData(f"{path.name} is not a regular file"), keep=False)
+                self.damage(path, DamagedData(f"{path.name} is not a regular file"))
+        # before a log is made: without any file of records, who says that segments are not needed?
+        named = any(path.exists() for path in self.paths.all_files())
         self._unpack()
         vstore = _Log(
             self.paths.vstore, framing.VSTORE_SNAPSHOT, self.paths.vstore_wal, framing.VSTORE_WAL
@@ -127,7 +139,12 @@ class Recovery:
         ssm = _Log(self.paths.ssm, framing.SSM_SNAPSHOT, self.paths.ssm_wal, framing.SSM_WAL)
         vstore_wal, vstore_count = self._replay(vstore)
         ssm_wal, ssm_count = self._replay(ssm)
+        if self.salvaged:
+            segments = self.folder.segments.values()
+            self.unclear = salvaging.adopt_seals(self.state, segments)
         damaged = self._drop_unreadable({"vstore": vstore_wal, "ssm": ssm_wal})
+        if self.salvaged or self.wal_enabled and not named:
+            self._set_segments_aside()
         self._finish_segments((vstore_wal, ssm_wal))
         self.state.fresh = True
         for path, skipped in self.aside.items():
@@ -151,65 +168,79 @@ class Recovery:
                 snapshot.unpack_portable(self.paths.vstore, self.paths.segments)
 
     @contextmanager
-    def _guard(self, path: Path, keep: bool = False) -> Iterator[None]:
+    def _guard(self, path: Path, kept: Kept = Kept.NOTHING) -> Iterator[None]:
         """Damage found in the block is a refusal or, with salvage, a file set aside."""
         try:
             yield
         except DamagedData as error:
-            self.damage(path, error, keep)
+            self.damage(path, error, kept)
 
     def _replay(self, files: _Log) -> tuple[Wal, int]:
-        covered, lost = 0, True
-        with self._guard(files.snapshot_path):
-            loaded = snapshot.load(files.snapshot_path, files.snapshot_magic)
-            for logged in loaded[1] if loaded else ():
-                self._apply(logged, files.snapshot_path)
-            covered, lost = loaded[0] if loaded else 0, files.snapshot_path in self.aside
-        last, count = self._replay_wal(files, covered, lost)
+        last, count = self._replay_wal(files, self._load(files))
         wal = Wal(files.wal_path, files.wal_magic, last + 1, self.wal_enabled)
         # who wrote it may have been killed before it was flushed
         wal.dirty = count > 0
         return wal, count
 
-    def _replay_wal(self, files: _Log, covered: int, lost: bool) -> tuple[int, int]:
+    def _load(self, files: _Log) -> int | None:
+        """Apply a manifest, or what is kept of it; the LSN it covers, None without any."""
+        path = files.snapshot_path
+        try:
+            found = snapshot.load(path, files.snapshot_magic)
+        except DamagedData as error:
+            if not self.salvage:
+                raise
+            found = salvaging.kept(path, files.snapshot_magic)
+            self.damage(path, error, Kept.RECORDS if found else Kept.NOTHING)
+        if found is None:
+            return None
+        covered, content = found
+        with self._guard(path, Kept.RECORDS):
+            for logged in content:
+                self._apply(logged, path, Kept.RECORDS)
+        return covered
+
+    def _replay_wal(self, files: _Log, snapshot_lsn: int | None) -> tuple[int, int]:
         """Last LSN and how many records were applied; cuts a torn end off the file.
 
-        With a manifest that was ``lost`` the log is served as far as it stands by itself.
+        Without a manifest a log that begins later is kept as far as it stands by itself: a
+        session from its Create on, each state. Rows of sessions that it does not make are lost.
         Without a log of our own, one that an earlier start left still counts.
         """
-        path = files.wal_path
+        path, covered = files.wal_path, snapshot_lsn or 0
         if not path.exists():
             return covered, 0
         file = FileHandle(path, os.O_RDWR)
         found = _up_to_unknown(framing.scan(file.mapped(), files.wal_magic, path.name))
-        if found.damage is not None:
-            reason = f"{path.name} at {found.damage.offset}: {found.damage.reason}"
-            self.damage(path, DamagedData(reason), keep=True)
         frames = [frame for frame in found.frames if frame.lsn > covered]
-        if frames and frames[0].lsn != covered + 1 and not lost:
+        if frames and frames[0].lsn != covered + 1:
             missing = f"records {covered + 1} to {frames[0].lsn - 1} are missing"
             reason = f"{path.name} at {framing.HEADER_BYTES}: {missing}"
-            self.damage(path, DamagedData(reason), keep=True)
-            frames = []
+            stands = snapshot_lsn is None
+            self.damage(path, DamagedData(reason), Kept.WHOLE if stands else Kept.NOTHING)
+            frames = frames if stands else []
+        elif found.damage is not None:
+            reason = f"{path.name} at {found.damage.offset}: {found.damage.reason}"
+            self.damage(path, DamagedData(reason), Kept.BEGINNING)
         if found.torn_bytes:
             self.notes.append(Finding(Kind.TORN, path.name, found.torn_bytes))
         if found.valid_bytes < file.size():
             os.ftruncate(file.fd, found.valid_bytes)
         for frame in frames:
-            with self._guard(path, keep=True):
+            with self._guard(path, Kept.RECORDS):
                 record, begin = records.parse(frame.op, frame.payload)
                 place = Inline(file, frame.payload_offset + begin)
-                self._apply(Logged(frame.lsn, record, place), path)
+                self._apply(Logged(frame.lsn, record, place), path, Kept.RECORDS)
                 self._not_flushed(record)
         last = found.frames[-1].lsn if found.frames else 0
         return max(covered, last), len(frames)
 
-    def _apply(self, logged: Logged, path: Path) -> None:
+    def _apply(self, logged: Logged, path: Path, kept: Kept) -> None:
         try:
             self.state.apply(logged)
         except (DamagedData, CommandError) as error:
             reason = f"{path.name} record {logged.lsn}: {error}"
-            self.damage(path, DamagedData(reason), keep=True)
+            self.damage(path, DamagedData(reason), kept)
 
     def _not_flushed(self, record: records.Record) -> None:
         """What a log says was written may not be on stable storage; what a snapshot says is."""
@@ -218,8 +249,8 @@ class Recovery:
             if segment is not None:
                 segment.dirty = True
 
-    def damage(self, path: Path, error: DamagedData, keep: bool) -> None:
-        """Refuse, or with salvage set a copy (or the file itself) aside and go on."""
+    def damage(self, path: Path, error: DamagedData, kept: Kept = Kept.NOTHING) -> None:
+        """Refuse, or with salvage set a copy (or what is no file of ours) aside and go on."""
         if not self.salvage:
             raise error
         self.salvaged = True
@@ -227,8 +258,13 @@ class Recovery:
             self.aside[path] += 1
             return
         self.aside[path] = 0
-        kept_as = set_aside(path, keep).name
-        note = Finding(Kind.SET_ASIDE, path.name, reason=str(error), kept_as=kept_as)
+        if is_foreign(path) or path == self.paths.vstore and snapshot.is_portable(path):
+            aside = set_aside(path, keep=False)
+        elif path in (self.paths.vstore, self.paths.ssm):
+            aside = set_aside_until_replaced(path)
+        else:
+            aside = set_aside(path, keep=True)
+        note = Finding(Kind.SET_ASIDE, path.name, 0, str(error), aside.name, kept)
         self.notes.append(note)
         log.warning("%s", note)
 
@@ -242,6 +278,8 @@ class Recovery:
         def reaches(place: Place, length: int) -> bool:
             if not isinstance(place, InSegment):
                 return True
+            if place.segment.name in self.unclear:
+                return False
             return place.offset + length <= sizes.get(place.segment.name, -1)
 
         found = set()
@@ -273,6 +311,15 @@ class Recovery:
             dropped += max(1, before - len(self.state.sessions))
             self.notes.append(Finding(Kind.MISSING, sid.decode("utf-8", "backslashreplace")))
         return dropped
+
+    def _set_segments_aside(self) -> None:
+        """Keep what nothing names: what was lost may have named it."""
+        for segment in [s for s in self.folder.segments.values() if s.uses == 0]:
+            self.folder.forget(segment)
+        self.state.unused.clear()
+        count, kept_as = salvaging.move_aside(self.paths.segments, self.folder.orphans())
+        if count:
+            self.notes.append(Finding(Kind.SEGMENTS_ASIDE, count=count, kept_as=kept_as))
 
     def _finish_segments(self, logs: Iterable[Wal]) -> None:
         """Delete what nothing lives in; first flush the records that say so."""

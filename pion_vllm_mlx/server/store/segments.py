@@ -316,18 +316,26 @@ class SegmentFolder:
 
     def unlink(self, segment: Segment) -> None:
         """Remove a file that holds nothing live; whoever has it open can go on reading."""
+        self.forget(segment)
+        segment.unlink()
+
+    def forget(self, segment: Segment) -> None:
+        """Nothing lives in a segment; its file stays where it is."""
         self.segments.pop(segment.name, None)
         self._disk_use.remove(segment)
         self._leave(segment)
         if self.open_of.get(segment.group) is segment:
             del self.open_of[segment.group]
         segment.closed = True
-        segment.unlink()
+
+    def orphans(self) -> list[Path]:
+        """Files that no record names."""
+        known = {name + SUFFIX for name in self.segments}
+        return [p for p in self.path.iterdir() if p.name not in known]
 
     def remove_orphans(self) -> int:
         """Delete files that no record names; how many there were."""
-        known = {name + SUFFIX for name in self.segments}
-        orphans = [p for p in self.path.iterdir() if p.name not in known]
+        orphans = self.orphans()
         for path in orphans:
             path.unlink(missing_ok=True)
         return len(orphans)

@@ -189,7 +189,7 @@ def load(path: Path, magic: bytes) -> tuple[int, Iterator[Logged]] | None:
                 raise DamagedData(f"{path.name} at {end}: bytes behind the end")
             if _COUNT.unpack(frame.payload)[0] != number:
                 raise DamagedData(f"{path.name} at {end}: the end counts other records")
-            return found.covered_lsn, _logged(file, found.frames[:number])
+            return found.covered_lsn, logged(file, found.frames[:number])
         if not records.is_known(frame.op):
             at = frame.payload_offset - framing.FRAME_BYTES
             raise DamagedData(f"{path.name} at {at}: unknown operation {frame.op}")
@@ -206,7 +206,8 @@ def _refuse_cut(name: str, file: FileHandle, found: framing.Scan) -> None:
         raise DamagedData(f"{name} at {file.size()}: no table of contents at its end: {_CUT}")
 
 
-def _logged(file: FileHandle, frames: Iterable[framing.Frame]) -> Iterator[Logged]:
+def logged(file: FileHandle, frames: Iterable[framing.Frame]) -> Iterator[Logged]:
+    """The records of a file, made one by one. Raises DamagedData."""
     for frame in frames:
         record, begin = records.parse(frame.op, frame.payload)
         yield Logged(frame.lsn, record, Inline(file, frame.payload_offset + begin))

@@ -136,7 +136,7 @@ class Store:
         self.saver = Saver(self)
         self._catching_up = asyncio.Lock()
         self._reserve = Reserve(self.paths.reserve) if config.wal else None
-        if found.salvaged and config.wal:
+        if found.salvaged:  # also without logs: what was repaired is to stay so
             self.saver.write_files()
         if self._reserve is not None:
             self._reserve.fill()
