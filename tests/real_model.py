@@ -13,7 +13,7 @@ import pion_vllm_mlx
 from pion_vllm_mlx.errors import ConfigError
 
 #: around a block, a window and a step of a prefill.
-LENGTHS = (63, 64, 65, 511, 512, 513, 2_047, 2_049)
+LENGTHS = (63, 64, 65, 511, 512, 513, 2_047, 2_048, 2_049)
 NEAR = 1e-3
 TEXT = Path(pion_vllm_mlx.__file__).parent / "demo" / "harbour.txt"
 
