@@ -11,6 +11,7 @@
     │   ├── UnsupportedProtocol      NOPROTO
     │   ├── ColdMiss                 COLDMISS
     │   ├── WrongType                WRONGTYPE
+    │   ├── WorkerDown               LOADING; to clients a StoreUnavailable
     │   ├── UnknownFormat            ERR; a ConfigError too
     │   └── TransactionAborted       EXECABORT
     ├── ServerRefused              a command's refusal, as the adapters raise it
@@ -92,6 +93,12 @@ class WrongType(CommandError):
     code = "WRONGTYPE"
 
 
+class WorkerDown(CommandError):
+    """The worker of several that was asked cannot be started; the code is what clients wait at."""
+
+    code = "LOADING"
+
+
 class TransactionAborted(CommandError):
     """A command of a transaction was refused while it was queued."""
 
@@ -161,6 +168,7 @@ WIRE_CODES: dict[str, type[CommandError]] = {
         UnsupportedProtocol,
         ColdMiss,
         WrongType,
+        WorkerDown,
         TransactionAborted,
     )
 }

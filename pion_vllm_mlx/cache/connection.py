@@ -24,7 +24,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_vllm_mlx.cache.channel import Address, Buffer, Channel, Sink, writable
-from pion_vllm_mlx.errors import CommandError, DeadlineExceeded, ProtocolError, StoreUnavailable
+from pion_vllm_mlx.errors import (
+    CommandError,
+    DeadlineExceeded,
+    ProtocolError,
+    StoreUnavailable,
+    WorkerDown,
+)
 from pion_vllm_mlx.wire.resp import INLINE_BULK_BYTES, Part, Reply, allocate, request_buffers
 
 __all__ = ["Address", "Buffer", "RespConnection"]
@@ -209,6 +215,8 @@ class RespConnection:
                 parser.receive_into(sink.open, 0)
             parser.keep_raw(raw is not None)
             replies = channel.exchange(out, len(commands), ends_at)
+            if replies and isinstance(replies[0], WorkerDown):
+                raise replies[0]
             if raw is not None:
                 raw.append(parser.take_raw())
             parser.keep_raw(False)
@@ -217,7 +225,7 @@ class RespConnection:
             return replies
         except TimeoutError as error:
             raise DeadlineExceeded(f"{self.address}: no connection in time") from error
-        except (OSError, UnicodeError, ProtocolError, MemoryError) as error:
+        except (OSError, UnicodeError, ProtocolError, MemoryError, WorkerDown) as error:
             raise StoreUnavailable(f"{self.address}: {error}") from error
         finally:
             if not finished:

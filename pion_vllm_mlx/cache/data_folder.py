@@ -8,6 +8,7 @@ as it lives and, once it is ready, writes ``pion.status``, a JSON object::
     unixsocket  path of its Unix socket, or null
     version     version of the package it runs
     started     seconds since 1970
+    down        workers of several that cannot be started, where the server has several
 
 A status file may be left behind by a server that was killed: it is a hint where to knock, and
 the locks alone say whether the folder is owned. Either is enough: who deletes the file still finds
@@ -44,6 +45,7 @@ class ServerStatus:
     unixsocket: Path | None
     version: str
     started: float
+    down: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ def read_status(folder: Path) -> ServerStatus | None:
             unixsocket=Path(unixsocket) if unixsocket else None,
             version=str(fields.get("version", "")),
             started=float(fields.get("started", 0.0)),
+            down=tuple(int(worker) for worker in fields.get("down", ())),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None

@@ -2,7 +2,8 @@
 
 The launcher owns the folder and binds every port; the workers inherit both, so that a port
 and its queue outlive a worker and the folder stays taken as long as one of them lives. It
-serves nobody and has one thread. Limits of the whole server are dealt out in equal shares.
+serves nobody and has one thread; for a worker that cannot be started it says so (``StandIn``),
+the others go on. Limits of the whole server are dealt out in equal shares.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ from pion_vllm_mlx.server.directory_file import DirectoryFile
 from pion_vllm_mlx.server.folder import DataFolder
 from pion_vllm_mlx.server.listening import bind_affinity, bind_doors, bind_own, own_socket
 from pion_vllm_mlx.server.session import ServerConfig
+from pion_vllm_mlx.server.stand_in import StandIn
 from pion_vllm_mlx.server.worker import MODULE, SHUT_DOWN, Orders
 
 log = logging.getLogger("pion_vllm_mlx.server")
 
 #: how long a worker that died is dead; doubled every time it does not even recover.
 FIRST_WAIT_SECONDS = 0.1
-#: so many starts in a row without a recovery end the server.
+#: it is never dead for longer than that by choice.
+LONGEST_WAIT_SECONDS = 60.0
+#: after so many deaths in a row without a recovery a worker is down.
 MAX_DEATHS = 6
 #: how long a stop waits for workers that bring everything to disk.
 STOP_SECONDS = 60.0
@@ -103,6 +107,8 @@ class Launcher:
         self.children: dict[int, _Child] = {}
         self.deaths: dict[int, int] = {}
         self.waiting: dict[int, float] = {}
+        self.down: dict[int, StandIn] = {}
+        self.started = time.time()
         self.open = False
         self.stopping = False
         try:
@@ -154,7 +160,10 @@ class Launcher:
         due = min(self.waiting.values(), default=None)
         timeout = None if due is None else max(0.0, due - time.monotonic())
         pipes = [child.ready for child in self.children.values() if child.ready >= 0]
-        readable, _, _ = select.select([woken.fileno(), *pipes], [], [], timeout)
+        doors = {sock.fileno(): (sock, one) for one in self.down.values() for sock in one.sockets}
+        readable, _, _ = select.select([woken.fileno(), *pipes, *doors], [], [], timeout)
+        for sock, stand_in in (doors[door] for door in readable if door in doors):
+            stand_in.attend(sock)
         with contextlib.suppress(BlockingIOError):
             while woken.recv(4096):
                 pass
@@ -166,7 +175,10 @@ class Launcher:
         now = time.monotonic()
         for worker in [worker for worker, at in self.waiting.items() if at <= now]:
             del self.waiting[worker]
-            self._start(worker)
+            try:
+                self._start(worker)
+            except OSError as error:
+                self._failed(worker, str(error), recovered=False)
 
     # -- workers ---------------------------------------------------------------
 
@@ -186,6 +198,9 @@ class Launcher:
                 pass_fds=(*named.values(), writing, *self.locks, self.directory.descriptor),
                 start_new_session=True,  # Ctrl-C is for the launcher
             )
+        except OSError:
+            os.close(reading)
+            raise
         finally:
             os.close(writing)
         self.children[worker] = _Child(worker, process, reading)
@@ -200,6 +215,7 @@ class Launcher:
         os.close(child.ready)
         child.ready = -1
         if self.open and child.recovered:
+            self._is_up(child.worker)
             child.let_in()
         elif not self.open and all(other.recovered for other in self.children.values()):
             self.open = True
@@ -211,7 +227,13 @@ class Launcher:
     def _publish(self) -> None:
         path = str(self.config.unixsocket) if self.config.unixsocket else None
         port = self.doors.tcp.getsockname()[1]
-        self.folder.publish_status(port=port, unixsocket=path, version=__version__)
+        self.folder.publish_status(
+            started=self.started,
+            port=port,
+            unixsocket=path,
+            version=__version__,
+            down=sorted(self.down),
+        )
 
     def _announce(self) -> None:
         config, port = self.config, self.doors.tcp.getsockname()[1]
@@ -225,7 +247,7 @@ class Launcher:
     def _died(self, child: _Child) -> None:
         """Start it again, soon, unless a client has told it to stop the server.
 
-        Raises WorkersFailed when that is in vain.
+        Raises WorkersFailed where it is the first start, or no worker is left.
         """
         child.close()
         worker = child.worker
@@ -235,12 +257,44 @@ class Launcher:
             return
         if not self.open:
             raise WorkersFailed(f"worker {worker} could not start")
-        self.deaths[worker] = 1 if child.recovered else self.deaths.get(worker, 0) + 1
-        if self.deaths[worker] >= MAX_DEATHS:
-            raise WorkersFailed(f"worker {worker} did not recover")
-        wait = FIRST_WAIT_SECONDS * 2 ** (self.deaths[worker] - 1)
-        log.error("worker %d ended (status %s): started again", worker, child.process.returncode)
+        self._failed(worker, f"status {child.process.returncode}", child.recovered)
+
+    def _failed(self, worker: int, how: str, recovered: bool) -> None:
+        """Try again after a while, the longer the more often it was in vain.
+
+        Raises WorkersFailed where no worker is left.
+        """
+        deaths = self.deaths[worker] = 1 if recovered else self.deaths.get(worker, 0) + 1
+        # the exponent is bounded: no float holds 2 ** 1100
+        wait = min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(deaths - 1, 16))
         self.waiting[worker] = time.monotonic() + wait
+        if deaths < MAX_DEATHS:
+            log.error("worker %d ended (%s): started again", worker, how)
+            return
+        log.error(
+            "worker %d is DOWN: %d starts in a row failed (%s); the others go on, the next try is "
+            "in %.0f s",
+            *(worker, deaths - 1, how, wait),
+        )
+        if worker not in self.down:
+            self.down[worker] = self._stand_in(worker)
+            if len(self.down) == self.config.workers:
+                raise WorkersFailed("no worker can be started")
+            self._publish()
+
+    def _stand_in(self, worker: int) -> StandIn:
+        affinity, own = self.affinity[worker], self.own[worker]
+        lane = self.doors.lane if worker == 0 else None
+        resp = (affinity,) if own is None else (affinity, own)
+        return StandIn(worker, resp, () if lane is None else (lane,))
+
+    def _is_up(self, worker: int) -> None:
+        """It has recovered, and takes over from who stands in for it."""
+        stand_in = self.down.pop(worker, None)
+        if stand_in is not None:
+            stand_in.close()
+            log.warning("worker %d is up again", worker)
+            self._publish()
 
     def _stop(self) -> None:
         """SIGTERM to all, and wait until they have brought everything to disk."""
@@ -256,6 +310,8 @@ class Launcher:
                 child.process.kill()
                 child.process.wait()
             child.close()
+        for stand_in in self.down.values():
+            stand_in.close()
         self._close_sockets()
         for lock in self.locks:
             os.close(lock)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pion_vllm_mlx import config
+from pion_vllm_mlx.cache.data_folder import read_status
 from pion_vllm_mlx.errors import ConfigError, DamagedData, DataFolderBusy, PionError
 from pion_vllm_mlx.server.keyspace import recovery as keyspace_recovery
 from pion_vllm_mlx.server.store import framing, rows, snapshot
@@ -84,7 +85,10 @@ def not_in_use(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
-                busy = f"{folder} is in use by a server: end it, then check"
+                status = read_status(folder)
+                down = ", ".join(map(str, status.down)) if status is not None else ""
+                who = f"a server whose worker {down} is down" if down else "a server"
+                busy = f"{folder} is in use by {who}: end it, then check"
                 raise DataFolderBusy(busy) from None
         yield
 

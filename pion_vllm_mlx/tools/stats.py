@@ -23,6 +23,8 @@ from pion_vllm_mlx.tools.store_access import (
 Numbers = Mapping[str, str]
 ALONE = "stats_of_one_worker_because"
 """The name under which stands why only one worker of several could be asked."""
+DOWN = "no_answer_of_worker_"
+"""Before a worker's number the name under which stands why it did not answer."""
 
 _OWN = (
     "kvprefix_", "registered_prefixes", "total_prefix_tokens", "vstore_", "disk_", "used_memory",
@@ -83,9 +85,17 @@ def read(access: Access) -> Numbers:
         return numbers
     try:
         doors = [endpoint.door_of(worker) for worker in range(endpoint.workers())]
-        return added_up([door.through(_of_one) for door in doors])
     except StoreUnavailable as error:
         return {**numbers, ALONE: str(error)}
+    found, silent = [], {}
+    for worker, door in enumerate(doors):
+        try:
+            found.append(door.through(_of_one))
+        except StoreUnavailable as error:
+            silent[f"{DOWN}{worker}"] = str(error)
+    if not found:
+        return {**numbers, ALONE: next(iter(silent.values()))}
+    return {**added_up(found), **silent}
 
 
 def added_up(workers: Sequence[Numbers]) -> dict[str, str]:
@@ -141,13 +151,16 @@ def report_lines(url: str, now: Numbers, before: Numbers) -> list[str]:
     saved = float(now.get("prefill_seconds_avoided", "0"))
     measured = float(now.get("prefill_seconds_avoided_measured", "0"))
     workers = _number(now, "workers")
-    which = f", its {workers} workers added up" if workers > 1 else ""
+    silent = {name.removeprefix(DOWN): now[name] for name in now if name.startswith(DOWN)}
+    count = f"{workers - len(silent)} of its" if silent else "its"
+    which = f", {count} {workers} workers added up" if workers > 1 else ""
     if ALONE in now:
         which = f", worker {now.get('worker_id', '?')} of 0 to {workers - 1} alone ({now[ALONE]})"
     lines = [
         f"pion-server {now.get('pion_version', '?')} at {url}: process "
         f"{now.get('process_id', '?')}, up {duration_text(_number(now, 'uptime_in_seconds'))}"
         f"{which}",
+        *(f"  worker {worker} does not answer: {why}" for worker, why in silent.items()),
         f"  lookups   {hits:,} hits, {misses:,} misses{share}{rate('kvprefix_hits')}",
         f"  prefill   {saved:,.1f} s avoided, {measured:,.1f} s of it measured, "
         f"{_number(now, 'kvprefix_tokens_served'):,} tokens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pion_vllm_mlx import cli
 from pion_vllm_mlx.cache.pion_store import PionStore
 from pion_vllm_mlx.cache.resp_client import RespClient
 from pion_vllm_mlx.server.lineage import block_hashes
@@ -335,6 +337,79 @@ def test_a_killed_worker_comes_back_with_its_data_and_the_server_is_the_same(
     with on(own, 1) as wire:
         assert wire.info("INFO", "server")["process_id"] == str(own.pid)
     assert ask(own, 0, "KV.PREFIX.OWNER", "kept") == "1"
+
+
+def break_snapshot(server: RunningServer, worker: int) -> bytes:
+    """A byte of a worker's keys is flipped, and the worker killed; the file as it was."""
+    assert ask(server, worker, "SET", "key", f"of {worker}") == "OK"
+    assert ask(server, worker, "SAVE") == "OK"
+    path = server.dir / f"pion.snapshot.{worker}"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:60] + bytes([whole[60] ^ 1]) + whole[61:])
+    os.kill(pid_of(server, worker), signal.SIGKILL)
+    return whole
+
+
+def down(server: RunningServer) -> list[int]:
+    """Which workers the status file calls down."""
+    status = json.loads((server.dir / "pion.status").read_text())
+    assert status["pid"] == server.pid and status["port"] == server.port
+    return list(status["down"])
+
+
+def test_a_worker_that_cannot_start_takes_no_other_with_it_and_comes_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sock = tmp_path / "s"
+    server = start(tmp_path / "data", "--unixsocket", str(sock))
+    try:
+        for worker in range(WORKERS):
+            assert ask(server, worker, "KV.PREFIX.REGISTER", f"ns{worker}", 4, "fp16") == "OK"
+        wholes = {worker: break_snapshot(server, worker) for worker in (0, 1)}
+        assert eventually(lambda: down(server) == [0, 1], seconds=60)
+        for _ in range(3):
+            for worker in (0, 1):
+                answer = ask(server, worker, "PING")
+                assert isinstance(answer, Refusal)
+                assert answer.startswith(f"LOADING worker {worker} is down: ")
+                with Wire.unix(f"{sock}.{worker}") as wire:
+                    assert wire.ask("PING") == answer
+        with socket.create_connection(("127.0.0.1", server.port + 1)) as lane:
+            lane.settimeout(10)
+            assert lane.recv(1) == b""
+        assert ask(server, 2, "KV.PREFIX.LOOKUP", "ns2") == "HIT"
+        for _ in range(6):
+            with Wire.tcp(server.port) as anyone:
+                assert anyone.ask("KV.PREFIX.OWNER", "ns1") == "1"
+        assert cli.main(["stats", "--url", f"tcp://127.0.0.1:{server.port}"]) == 0
+        out = capsys.readouterr().out
+        assert "1 of its 3 workers added up" in out and "sessions 2 of" in out
+        assert "  worker 0 does not answer: " in out and "worker 1 is down: it cannot be" in out
+        assert cli.main(["doctor", "--dir", str(server.dir)]) == 1
+        assert "a server whose worker 0, 1 is down: end it" in capsys.readouterr().err
+        for worker, whole in wholes.items():
+            (server.dir / f"pion.snapshot.{worker}").write_bytes(whole)
+        assert eventually(lambda: down(server) == [], seconds=60)
+        for worker in (0, 1):
+            assert ask(server, worker, "GET", "key") == b"of %d" % worker
+            assert ask(server, 2, "KV.PREFIX.LOOKUP", f"ns{worker}") == "HIT"
+        assert "worker 1 is DOWN" in server.output() and "worker 1 is up again" in server.output()
+    finally:
+        assert server.stop() == 0
+
+
+def test_where_no_worker_can_be_started_the_server_ends(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir(mode=0o700)
+    flags = ("-w", "2", "--independent-workers")
+    server = RunningServer(free_port_block(4), tmp_path / "data", flags).start()
+    try:
+        for worker in (0, 1):
+            break_snapshot(server, worker)
+        assert server.process is not None
+        assert server.process.wait(timeout=60) == 1
+        assert "FATAL no worker can be started" in server.output()
+    finally:
+        server.stop()
 
 
 def test_workers_end_with_a_killed_launcher_and_the_next_server_has_everything(
