@@ -12,18 +12,20 @@ import contextlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pion_vllm_mlx.cache.completion import COMPLETION_LAYER, Run
 from pion_vllm_mlx.cache.connection import RespConnection
-from pion_vllm_mlx.cache.leaf import LeafSpec, leaves_json
 from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, nobody_listens
 from pion_vllm_mlx.cache.store_client_notes import HitNotes
 from pion_vllm_mlx.cache.store_client_routes import Routes, named_worker
 from pion_vllm_mlx.errors import CommandError, DamagedData, StoreUnavailable
+
+if TYPE_CHECKING:
+    from pion_vllm_mlx.cache.leaf import LeafSpec
 
 SLOWEST_BYTES_PER_SECOND = 32 << 20
 """A transfer slower than this counts as no progress, beyond the deadline itself."""
@@ -36,6 +38,7 @@ MAX_NAMESPACE_BYTES = 65_532
 T = TypeVar("T")
 
 _LONGEST_PREFILL_MS = 86_400_000
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -62,6 +65,8 @@ class Registration:
         milliseconds = min(round(prefill_ms), _LONGEST_PREFILL_MS)
         if not leaves:
             return cls(1, "fp16", 1, None, milliseconds)
+        from pion_vllm_mlx.cache.leaf import leaves_json  # needs mlx, and who has leaves has it
+
         first = leaves[0]
         return cls(
             kv_dim=first.k_width or first.v_width or 1,

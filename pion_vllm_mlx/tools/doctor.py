@@ -36,9 +36,11 @@ SHOWN = 20
 
 @dataclass
 class Report:
-    """What was found. ``repairs`` is what a start with ``--repair`` would do.
+    """What was found.
 
-    ``workers``: whose files are there.
+    ``repairs`` is what a start with ``--repair`` would do, and any other refuses; ``starts``
+    what any start does. ``unknown`` is what cannot be told from what is there. ``workers``:
+    whose files are there.
     """
 
     folder: Path
@@ -47,6 +49,8 @@ class Report:
     prefixes: list[PrefixLine] = field(default_factory=list)
     damage: list[str] = field(default_factory=list)
     repairs: list[str] = field(default_factory=list)
+    starts: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -62,13 +66,21 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--all", action="store_true", help="name every prefix")
     options = parser.parse_args(arguments)
     folder: Path = options.dir if options.dir is not None else config.data_dir()
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} is not a folder")
     # recovery logs what it sets aside, and here nothing is
     logging.getLogger("pion_vllm_mlx.server").addHandler(logging.NullHandler())
-    with not_in_use(folder):
-        report = check(folder, quick=options.quick)
-    print("\n".join(text(folder, report, everything=options.all)))
+    try:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder} is not a folder")
+        with not_in_use(folder):
+            report = check(folder, quick=options.quick)
+    except OSError as error:
+        where = folder if error.filename is None else error.filename
+        raise ConfigError(f"it could not be checked: {where}: {error.strerror or error}") from error
+    if not report.workers:
+        raise ConfigError(f"{folder} holds no files of a store")
+    lines = text(folder, report, everything=options.all)
+    unread = ", rows and states were not read" if options.quick else ""
+    print("\n".join([*lines, f"damaged{unread}" if report.damage else f"sound{unread}"]))
     return 1 if report.damage else 0
 
 
@@ -99,8 +111,9 @@ def check(folder: Path, *, quick: bool) -> Report:
     for worker in report.workers:
         with tempfile.TemporaryDirectory(prefix="pion-doctor-") as name:
             _check_worker(folder, worker, Path(name), report, quick)
-    if not report.facts:
-        report.facts.append("no files of a store")
+    aside = sorted(path.name for path in folder.glob("pion.*.damaged-*"))
+    if aside:
+        report.facts.append(f"set aside by a repair, to delete or to keep: {', '.join(aside)}")
     return report
 
 
@@ -124,6 +137,7 @@ def _check_worker(folder: Path, worker: int, shadow: Path, report: Report, quick
         size = sum(path.stat().st_blocks * 512 for path in segments)
         report.facts.append(f"{paths.segments.name}: {len(segments)} files, {size_text(size)}")
     portable = _is_portable(paths.vstore)
+    _look_for_logs(paths, keys, report)
     _copy(paths, keys, shadow, portable)
     if portable:
         _unpack(paths.vstore, Paths(shadow, worker), report)
@@ -132,6 +146,25 @@ def _check_worker(folder: Path, worker: int, shadow: Path, report: Report, quick
             recover(shadow, worker, report, quick)
         except PionError as error:  # a newer version's files: nothing can be said of the rest
             report.damage.append(str(error))
+
+
+def _look_for_logs(paths: Paths, keys: keyspace_recovery.Paths, report: Report) -> None:
+    """Say which logs are not there: a start makes all of them, unless it keeps none."""
+    logs = (paths.vstore_wal, paths.ssm_wal, keys.wal)
+    missing = [path.name for path in logs if not os.path.lexists(path)]
+    held = [*paths.all_files(), keys.snapshot, keys.wal]
+    if paths.segments.is_dir():
+        held += paths.segments.iterdir()
+    if not missing or not any(path.exists() and path.stat().st_size for path in held):
+        return  # nothing was stored yet, or all is there
+    if len(missing) < len(logs):
+        report.damage += [f"{name} is missing: what it held is lost" for name in missing]
+        report.starts += [f"{name} is made anew, empty" for name in missing]
+    elif not _is_portable(paths.vstore):
+        report.unknown.append(
+            f"what was stored since the last save: {', '.join(missing)} are missing, as with "
+            "--no-wal, or they were deleted"
+        )
 
 
 def _is_portable(path: Path) -> bool:
@@ -180,11 +213,11 @@ class _ReadOnly(OpenFiles):
 
 
 def _recover_store(shadow: Path, worker: int, report: Report, quick: bool) -> None:
-    recovery = Recovery(Paths(shadow, worker), wal_enabled=False, salvage=True)
+    recovery = Recovery(Paths(shadow, worker), wal_enabled=True, salvage=True)
     recovery.folder.files = _ReadOnly()
     found = recovery.run()
     for note in found.notes:
-        _sort(note, report)
+        _sort(note, worker, report)
     state = found.state
     if not quick:
         _read_everything(found, report)
@@ -201,38 +234,46 @@ def _recover_store(shadow: Path, worker: int, report: Report, quick: bool) -> No
 def _recover_keys(shadow: Path, worker: int, report: Report, quick: bool) -> None:
     found = keyspace_recovery.recover(keyspace_recovery.Paths(shadow, worker), False, True)
     for note in found.notes:
-        _sort(note, report)
+        _sort(note, worker, report)
     count = found.data.size(0)
     if count:
         report.facts.append(f"{count} plain keys")
 
 
-def _sort(note: Finding, report: Report) -> None:
+def _sort(note: Finding, worker: int, report: Report) -> None:
     """What recovery found, as what is damaged, what would be done, and what is harmless."""
     name = note.name
     match note.kind:
         case Kind.SET_ASIDE:
             report.damage.append(note.reason)
-            report.repairs.append(f"{name} is set aside, what verifies of it is kept")
+            report.repairs.append(f"{name} is set aside, {note.kept.value}")
         case Kind.SKIPPED:
             report.damage.append(str(note))
         case Kind.MISSING:
             report.damage.append(str(note))
-            report.repairs.append(f"{name} is dropped")
+            report.starts.append(f"{name} is dropped")
         case Kind.TORN if _last_is_whole(report.folder / name, note.count):
             report.damage.append(
                 f"{name}: the last record has its length and a wrong checksum: it was changed, or "
                 "the power failed before it was on stable storage"
             )
-            report.repairs.append(f"the last record of {name} is cut off, also without --repair")
+            report.starts.append(f"the last record of {name} is cut off")
         case Kind.TORN:
             report.notes.append(
-                f"{name}: torn end of {note.count} bytes that nobody was told is stored"
+                f"{name}: torn end of {note.count} bytes: a write that was under way when the "
+                "server was killed; after a power cut one that may have been acknowledged"
             )
-            report.repairs.append(f"the torn end of {name} is cut off")
+            report.starts.append(f"the torn end of {name} is cut off")
         case Kind.ORPHANS:
             report.notes.append(f"{note.count} segment files that nothing names are there")
-            report.repairs.append("segment files that nothing names are deleted")
+            report.starts.append("segment files that nothing names are deleted")
+        case Kind.SEGMENTS_ASIDE:
+            what = f"{note.count} segment files that nothing names"
+            if any(path.exists() for path in Paths(report.folder, worker).all_files()):
+                report.repairs.append(f"{what} are set aside, not deleted")
+            else:
+                report.damage.append(f"{what} are there, and no log or snapshot that could")
+                report.starts.append(f"{what} are set aside, not deleted")
 
 
 def _last_is_whole(path: Path, torn_bytes: int) -> bool:
@@ -261,7 +302,7 @@ def _read_everything(found: Recovered, report: Report) -> None:
             if not rows.state_is_intact(blob):
                 report.damage.append(f"{_shown(sid)} layer {layer}: checksum of a state is wrong")
                 bad[_shown(sid)] = ""
-    report.repairs += [f"{name} is dropped with its prefix when it is first read" for name in bad]
+    report.starts += [f"{name} is dropped with its prefix when it is first read" for name in bad]
 
 
 def _take_prefixes(found: list[PrefixLine], worker: int, report: Report) -> None:
@@ -273,9 +314,9 @@ def _take_prefixes(found: list[PrefixLine], worker: int, report: Report) -> None
         if prefix.damaged:
             report.damage.append(f"{prefix.namespace}: {prefix.fault}")
             dropped = f"{prefix.namespace} is dropped with its prefix when it is first read"
-            if dropped in report.repairs:
-                report.repairs.remove(dropped)
-            report.repairs.append(f"{dropped}, prefilled again and stored anew")
+            if dropped in report.starts:
+                report.starts.remove(dropped)
+            report.starts.append(f"{dropped}, prefilled again and stored anew")
 
 
 def _shown(name: bytes) -> str:
@@ -293,10 +334,15 @@ def text(folder: Path, report: Report, *, everything: bool) -> list[str]:
     if len(shown) < len(report.prefixes):
         lines.append(f"  ... and {len(report.prefixes) - len(shown)} more: --all names them")
     for title, entries in (
-        ("harmless", report.notes),
+        ("no damage", report.notes),
+        ("not known", report.unknown),
         ("damaged", report.damage),
-        ("a start with --repair, or of the embedded server, would do this", report.repairs),
+        (
+            "a start is refused; one with --repair, or of the embedded server, would do this",
+            report.repairs,
+        ),
+        ("beside that" if report.repairs else "any start would do this", report.starts),
     ):
         if entries:
             lines += [f"{title}:", *(f"  {entry}" for entry in entries)]
-    return [*lines, "damaged" if report.damage else "sound"]
+    return lines

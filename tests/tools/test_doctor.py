@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +28,7 @@ def folder(tmp_path: Path) -> Path:
         store_all(driver, "saved")
         driver.ask("KV.PREFIX.SAVE")
         store_all(driver, "logged")
+    (where / "pion.wal.0").touch()  # as a server makes it
     return where
 
 
@@ -72,6 +75,7 @@ def test_a_flipped_row_is_found_only_by_reading(
     )
     flip(segment, segment.read_bytes().index(rows[:64]))
     assert examine(folder, "--quick") == 0
+    assert capsys.readouterr().out.endswith("\nsound, rows and states were not read\n")
     assert examine(folder) == 1
     out = capsys.readouterr().out
     assert "saved_pk" in out and "checksum of rows is wrong" in out
@@ -97,27 +101,36 @@ def test_damage_is_sorted_by_its_kind_whatever_a_session_is_called(
     with Driver(where) as driver:
         store_all(driver, name)
         driver.ask("KV.PREFIX.SAVE")
+    (where / "pion.wal.0").touch()
     for path in (where / "pion.segments.0").iterdir():
         path.unlink()
     report = doctor.check(where, quick=True)
     sides = [f"{name}_pk", f"{name}_pv"]
-    assert report.repairs and {line.removesuffix(" is dropped") for line in report.repairs} <= {
+    assert report.starts and {line.removesuffix(" is dropped") for line in report.starts} <= {
         name,
         *sides,
     }
     assert all(line.endswith(": rows or states are missing on disk") for line in report.damage)
-    assert len(report.damage) == len(report.repairs) and not report.notes
+    assert len(report.damage) == len(report.starts) and not report.notes
 
 
+@pytest.mark.parametrize("at", [16, 60])
 @pytest.mark.parametrize("name", ["pion.vstore.0", "pion.ssm.0", "pion.vstore.wal.0"])
-def test_what_it_announces_is_what_a_repair_does(folder: Path, name: str) -> None:
-    flip(folder / name, 60)
+def test_what_it_announces_is_what_a_repair_does(folder: Path, name: str, at: int) -> None:
+    flip(folder / name, at)
     report = doctor.check(folder, quick=True)
     assert report.damage and any(line.startswith(f"{name} is set aside") for line in report.repairs)
     left = {prefix.namespace for prefix in report.prefixes}
     with Driver(folder, Options(salvage=True)) as driver:
         assert {n.decode() for n in driver.store.state.namespaces()} == left
     assert any(path.name.startswith(f"{name}.damaged-") for path in folder.iterdir())
+    moved = [len(list(path.iterdir())) for path in folder.glob("pion.segments.0.damaged-*")]
+    assert [
+        f"{count} segment files" in line for count in moved for line in report.repairs[-1:]
+    ] == [True for _ in moved]
+    assert all("nothing of it is kept" not in line for line in report.repairs) == (
+        at == 60 or "wal" in name
+    )
     assert doctor.check(folder, quick=False).damage == []
 
 
@@ -157,7 +170,7 @@ def test_a_damaged_completion_record_is_damage(
     out = capsys.readouterr().out
     assert "saved: completion record: checksum does not match: not a hit" in out
     assert "saved is dropped with its prefix when it is first read, prefilled again" in out
-    assert out.endswith("damaged\n")
+    assert out.endswith("damaged\n") != bool(flags) and "\ndamaged" in out
 
 
 def test_a_completion_record_whose_file_was_flipped_is_damage_and_is_dropped(
@@ -231,7 +244,8 @@ def test_a_torn_end_is_no_damage(folder: Path, capsys: pytest.CaptureFixture[str
     wal.write_bytes(wal.read_bytes()[:-3])
     assert examine(folder) == 0
     out = capsys.readouterr().out
-    assert "torn end" in out and "harmless" in out
+    assert "torn end" in out and "may have been acknowledged" in out
+    assert "any start would do this:\n  the torn end" in out
 
 
 def test_a_newer_format_is_named_and_left_alone(
@@ -266,8 +280,9 @@ def test_no_server_starts_while_it_looks(folder: Path, tmp_path: Path) -> None:
 def test_what_is_no_store_is_said_to_be_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert examine(tmp_path) == 0
-    assert "no files of a store" in capsys.readouterr().out
+    (tmp_path / "pion.txt").touch()
+    assert examine(tmp_path) == 1
+    assert "no files of a store" in capsys.readouterr().err
     assert cli.main(["doctor", "--dir", str(tmp_path / "absent")]) == 1
 
 
@@ -279,6 +294,7 @@ def test_where_there_are_several_workers_each_prefix_says_whose_it_is(
     for worker in range(2):
         with Driver(folder) as driver:
             store_all(driver, f"name{worker}")
+        (folder / "pion.wal.0").touch()
         for path in list(folder.glob("pion.*.0")):
             path.rename(path.with_name(f"{path.name[:-1]}{1 - worker}"))
     # the first was renamed to 1; the second stays at 0
@@ -288,3 +304,114 @@ def test_where_there_are_several_workers_each_prefix_says_whose_it_is(
     assert any("name0: " in line and "worker 1" in line for line in lines)
     assert any("name1: " in line and "worker 0" in line for line in lines)
     assert any("worker 1: " in line and " sessions" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["pion.wal.0", "pion.ssm.wal.0", "pion.vstore.wal.0"])
+def test_a_log_that_is_missing_is_damage(
+    folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / name).unlink()
+    assert examine(folder) == 1
+    out = capsys.readouterr().out
+    assert f"{name} is missing: what it held is lost" in out and out.endswith("damaged\n")
+
+
+def test_without_any_log_it_is_not_known_what_came_after_the_save(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in folder.glob("pion.*wal.0"):
+        path.unlink()
+    assert examine(folder) == 0
+    out = capsys.readouterr().out
+    assert "not known:\n  what was stored since the last save" in out
+
+
+def test_segments_that_nothing_can_name_any_more_are_damage_and_are_not_deleted(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in folder.glob("pion.*.0"):
+        if path.is_file():
+            path.unlink()
+    count = len(list((folder / "pion.segments.0").iterdir()))
+    assert examine(folder) == 1
+    out = capsys.readouterr().out
+    assert f"{count} segment files that nothing names are there, and no log or snapshot" in out
+    assert f"any start would do this:\n  {count} segment files that nothing names are set" in out
+
+
+def test_a_new_store_in_which_nothing_is_yet_is_sound(tmp_path: Path) -> None:
+    for name in ("pion.vstore.wal.0", "pion.ssm.wal.0"):
+        (tmp_path / name).touch()  # killed before it made the third
+    assert examine(tmp_path) == 0
+
+
+def test_what_a_repair_has_set_aside_is_named(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flip(folder / "pion.vstore.0", 60)
+    with Driver(folder, Options(salvage=True)):
+        pass
+    assert examine(folder) == 0
+    assert "set aside by a repair, to delete or to keep: pion." in capsys.readouterr().out
+
+
+#: root can read everything: it becomes a user who owns nothing, once all is imported
+_AS_NOBODY = """
+import os, sys
+from pion_vllm_mlx import cli
+from pion_vllm_mlx.tools import doctor
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+sys.exit(cli.main(["doctor", "--dir", sys.argv[1]]))
+"""
+
+
+@pytest.mark.parametrize("what", [".", "pion.lock", "pion.vstore.0", "pion.segments.0", "segment"])
+def test_what_may_not_be_read_is_said_in_one_line(folder: Path, what: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="pion-test-") as name:
+        Path(name).chmod(0o755)
+        where = Path(name) / "data"
+        shutil.copytree(folder, where)
+        (where / "pion.lock").touch()
+        for path in (where, *where.rglob("*")):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        closed = next((where / "pion.segments.0").iterdir()) if what == "segment" else where / what
+        closed.chmod(0)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", _AS_NOBODY, str(where)],
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=False,
+            )
+        finally:
+            closed.chmod(0o755)
+    assert done.returncode == 1 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "it could not be checked: " in done.stderr and "Permission denied" in done.stderr
+
+
+@pytest.mark.parametrize("tool", ["doctor", "stats", "explain"])
+def test_a_host_without_mlx_has_the_tools_that_need_none(folder: Path, tool: str) -> None:
+    without = (
+        "import sys; sys.modules.update({'mlx': None, 'mlx.core': None, 'mlx_lm': None}); "
+        "from pion_vllm_mlx import cli; sys.exit(cli.main(sys.argv[1:]))"
+    )
+    arguments = {
+        "doctor": ["--dir", str(folder)],
+        "stats": ["--url", "tcp://127.0.0.1:1"],
+        "explain": ["name", "--url", "tcp://127.0.0.1:1"],
+    }
+    for words in (["--help"], arguments[tool]):
+        done = subprocess.run(
+            [sys.executable, "-c", without, tool, *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert "Traceback" not in done.stderr and "mlx is missing" not in done.stderr, done.stderr
+        assert done.returncode == (0 if tool == "doctor" or words == ["--help"] else 1)

@@ -8,6 +8,7 @@
     glob.py       patterns of KEYS and SCAN
     keyspace.py   log, apply, save, expire, watch
     recovery.py   from the files of a folder to the keys
+    standing.py   what a log says by itself, without the snapshot before it
 
 Values live in memory, as in Redis: this is for metadata, journals and a remote
 cache's blobs, not what the server exists for. There is no library to keep: those

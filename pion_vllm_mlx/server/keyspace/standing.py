@@ -32,7 +32,7 @@ class Standing:
     def _knows(self, key: bytes) -> bool:
         return self._all or key in self._known
 
-    def _renamed(self, one: Change) -> Change:
+    def _renamed(self, one: Change) -> Change | None:
         """The first name is free from then on, whatever it held."""
         source, target = one.keys
         if self._knows(source):

@@ -18,6 +18,7 @@ Knows no command and no connection. The pieces, from the bottom:
 ``rows``       writing the rows of a run, reading and verifying them
 ``sealing``    what lies in a segment; short runs out of the log into it
 ``snapshot``   the manifest that a SAVE writes
+``salvaging``  what is kept of a damaged snapshot, and of the segments it named
 ``recovery``   from files to a state
 ``eviction``   who goes when a limit is reached
 ``space``      regions of segments under a disk budget
