@@ -54,6 +54,15 @@ class RowsRequest:
             return self.rows * spec.row_bytes
         return self.rows * spec.width * (2 if self.encoding == "F16" else 4)
 
+    def wrong_size(self, spec: LayerSpec, nbytes: int) -> CommandError:
+        """Why a blob of another length is refused, and what was expected in it."""
+        names = {"F32": "fp32, no FMT", "F16": "fp16, FMT F16"}
+        wanted = names.get(self.encoding, f"{spec.fmt}, FMT STORED")
+        return CommandError(
+            f"{WHERE}: blob size {nbytes} instead of {self.wire_bytes(spec)}: "
+            f"{self.rows} rows of {spec.width} values ({wanted})"
+        )
+
 
 def parse_place(args: list[Arg]) -> RowsRequest:
     """The four words in front of the blob. Raises CommandError."""
@@ -158,9 +167,7 @@ async def store_rows(context: Context, args: list[Arg]) -> StoredRows:
     spec = session.spec(request.layer)
     blob = args[5]
     if blob_length(blob) != request.wire_bytes(spec):
-        raise CommandError(
-            f"{WHERE}: blob size {blob_length(blob)} instead of {request.wire_bytes(spec)}"
-        )
+        raise request.wrong_size(spec, blob_length(blob))
     if request.start + request.rows > arguments.MAX_TOKENS:
         raise CommandError(f"{WHERE}: rows end beyond {arguments.MAX_TOKENS}")
     if request.head_major and not spec.head_major():

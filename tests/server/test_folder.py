@@ -203,7 +203,9 @@ def test_a_server_killed_on_a_full_disk_starts_again(tmp_path: Path) -> None:
                 fill(disk / "filler")
                 refused = wire.ask("SET", "b", os.urandom(1 << 20))
                 assert "No space left" in str(refused)
-                assert "SAVE failed" in str(wire.ask("SAVE"))
+                failed = str(wire.ask("SAVE"))
+                assert failed.startswith("ERR SAVE failed: No space left on device; what was ")
+                assert "make room on the disk" in failed
             assert server.output().count("the disk refuses, pion.wal.0: No space left") == 1
             assert server.output().count("the disk refuses, SAVE: No space left") == 1
             server.kill()

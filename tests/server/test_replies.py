@@ -341,6 +341,19 @@ def test_command_docs_mark_extensions_and_say_since_when(wire: Wire) -> None:
     (known, unknown) = wire.ask("COMMAND", "INFO", "v.fetch", "no.such")
     assert known[0] == b"v.fetch" and known[1] == -4 and unknown is None
     assert wire.ask("COMMAND", "COUNT") == len(docs)
+    assert [entry[0] for entry in wire.ask("COMMAND", "INFO")] == list(docs)
+    assert wire.ask("COMMAND") == []
+
+
+def test_rows_of_a_wrong_length_are_told_what_was_wanted(wire: Wire) -> None:
+    wire.ok("KV.PREFIX.REGISTER", "length", 64, "int8")
+    for fmt, wanted in (
+        ((), "1024: 4 rows of 64 values (fp32, no FMT)"),
+        (("FMT", "F16"), "512: 4 rows of 64 values (fp16, FMT F16)"),
+        (("FMT", "STORED"), "288: 4 rows of 64 values (int8, FMT STORED)"),
+    ):
+        answer = wire.ask("V.STOREBATCH", "length_pk", 0, 0, 4, bytes(600), *fmt)
+        assert answer == f"ERR V.STOREBATCH: blob size 600 instead of {wanted}"
 
 
 def test_client_ids_are_never_reused(shared: RunningServer) -> None:

@@ -198,7 +198,13 @@ def _doc(entry: Command) -> Map:
     return Map(pairs)
 
 
-@command("COMMAND", -1, "The command table.", syntax="[COUNT|DOCS [name...]|INFO [name...]]")
+@command(
+    "COMMAND",
+    -1,
+    "The command table: how many, their manual, or arity, flags and keys; an empty array without "
+    "a word.",
+    syntax="[COUNT|DOCS [name...]|INFO [name...]]",
+)
 def command_table(context: Context, args: list[Arg]) -> Reply:
     words = [arguments.word(arg).upper() for arg in args[1:]]
     if not words:

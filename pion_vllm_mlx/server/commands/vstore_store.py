@@ -13,7 +13,7 @@ from pion_vllm_mlx.wire.resp import Arg, Simple
 @command(
     "V.STOREBATCH",
     -6,
-    "Stores consecutive rows of one layer.",
+    "Stores consecutive rows of one layer; without FMT they come as fp32.",
     syntax="sid layer start rows blob [FMT (F16|STORED)] [LAYOUT (HND|NHD)] [CRC crc32c]",
     write=True,
     kvcache=True,

@@ -31,7 +31,7 @@ from pion_vllm_mlx.server.keyspace.changes import (
 from pion_vllm_mlx.server.keyspace.data import Data
 from pion_vllm_mlx.server.keyspace.recovery import Paths, Recovered, recover, snapshot_chunks
 from pion_vllm_mlx.server.keyspace.sizes import entry_bytes
-from pion_vllm_mlx.server.store.files import publish, refusals
+from pion_vllm_mlx.server.store.files import not_rewritten, publish, refusals
 from pion_vllm_mlx.server.store.records import Record
 from pion_vllm_mlx.server.store.reserve import RESERVE_BYTES, Reserve, is_full
 from pion_vllm_mlx.server.store.store import StoreConfig
@@ -226,7 +226,7 @@ class Keyspace:
             await asyncio.shield(asyncio.create_task(locked()))
         except OSError as error:
             refusals.tell("SAVE", error)
-            raise CommandError(f"SAVE failed: {error}") from error
+            raise not_rewritten("SAVE", error) from error
 
     async def relieve(self) -> None:
         """Fill the reserve again; on a full disk save what lives, where that fits."""

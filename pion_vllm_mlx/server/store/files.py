@@ -20,6 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from pion_vllm_mlx.errors import CommandError
+
 log = logging.getLogger(__name__)
 
 DIRECTORY_MODE = 0o700
@@ -174,6 +176,14 @@ class Refusals:
 
 
 refusals = Refusals()
+
+
+def not_rewritten(what: str, error: Exception) -> CommandError:
+    """What a client is told when files could not be written anew, and the former ones stand."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    reason = (isinstance(error, OSError) and error.strerror) or str(error)
+    advice = "; what was stored stays as it was: make room on the disk, then try again"
+    return CommandError(f"{what} failed: {reason}{advice if full else ''}")
 
 
 def pwrite_all(fd: int, data: memoryview | bytes | bytearray, offset: int) -> None:

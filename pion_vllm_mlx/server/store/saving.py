@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store import framing, snapshot
-from pion_vllm_mlx.server.store.files import publish, refusals
+from pion_vllm_mlx.server.store.files import not_rewritten, publish, refusals
 from pion_vllm_mlx.server.store.index import Place
 from pion_vllm_mlx.server.store.state import SavedState, State
 from pion_vllm_mlx.server.store.wal import Wal, WalTail
@@ -100,7 +100,7 @@ class Saver:
                 store.space.saved(owed)
             except OSError as error:
                 refusals.tell("KV.PREFIX.SAVE", error)
-                raise CommandError(f"KV.PREFIX.SAVE failed: {error}") from error
+                raise not_rewritten("KV.PREFIX.SAVE", error) from error
 
     def _groups(self) -> set[bytes]:
         """Groups with something to seal."""

@@ -26,7 +26,7 @@ from pion_vllm_mlx.server.store.eviction import (
     PinLimits,
     drop_expired,
 )
-from pion_vllm_mlx.server.store.files import raise_file_limit
+from pion_vllm_mlx.server.store.files import not_rewritten, raise_file_limit
 from pion_vllm_mlx.server.store.findings import Finding
 from pion_vllm_mlx.server.store.folder_use import FolderUse
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record, told_sids
@@ -335,7 +335,7 @@ class Store:
             await self._log(seals)
             return sum(job.mover.complete for job in jobs)
         except (OSError, ValueError) as error:
-            raise CommandError(f"sealing failed: {error}") from error
+            raise not_rewritten("sealing", error) from error
         finally:
             # a log that could not be cut may name a segment that was made here
             for job in jobs if not self.vstore_wal.broken else ():
