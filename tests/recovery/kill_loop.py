@@ -51,8 +51,8 @@ class Plan:
             flags += ["-w", str(self.workers), "--independent-workers"]
         if pressure:
             sessions = 5 * self.clients // max(1, self.workers)
-            # logs and snapshots of each server count
-            budget = 12 + 8 * max(1, self.workers)
+            # logs and snapshots of each server count, and 5 MB that every client may be sending
+            budget = 12 + 8 * max(1, self.workers) + 4 * self.clients
             flags += ["--max-sessions", str(sessions), "--disk-budget", f"{budget}m"]
         return flags
 
