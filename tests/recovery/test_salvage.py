@@ -138,6 +138,8 @@ def test_a_sealed_segment_whose_seal_is_lost_is_not_written_to_again(folder: Pat
             prefix(driver, name)
             driver.ask("KV.PREFIX.MAP", name)
         assert share(driver)
+        # the last in the snapshot is lost with the seal behind it: the one the segment is named for
+        driver.ask("V.FETCH", "a_pv", 0, "RANGE", 0, 4)
         driver.ask("KV.PREFIX.SAVE")
         whole = driver.content()
     seals = [f for f in frames(folder / MANIFEST) if f.op == records.Seal.op]
@@ -152,12 +154,12 @@ def test_a_sealed_segment_whose_seal_is_lost_is_not_written_to_again(folder: Pat
             kept = by_owner(content)
             assert all(kept[owner] == owners[owner] for owner in kept)
             # what was lost before a seal may have been of the session before it
-            assert owners.keys() - kept.keys() <= {("session", b"b_pv", -1)}
+            assert owners.keys() - kept.keys() <= {("session", b"a_pv", -1)}
             for name in ("a", "b"):
                 driver.ask("KV.PREFIX.MAP", name)
             driver.ask("KV.PREFIX.SAVE")
             assert driver.content() == content
-            assert agrees(driver, "a") == 4
+            assert agrees(driver, "b") == 4
             assert open_sealed(driver) == len(before)
             sound(driver)
         after = {p.name: p.read_bytes() for p in (flipped / "pion.segments.0").iterdir()}
@@ -165,21 +167,52 @@ def test_a_sealed_segment_whose_seal_is_lost_is_not_written_to_again(folder: Pat
         assert content_of(flipped) == content
 
 
-def test_what_lives_in_a_segment_of_which_nobody_knows_whether_it_was_sealed_goes(
-    folder: Path,
+@pytest.mark.parametrize("shared", [True, False])
+def test_what_several_share_goes_where_nobody_knows_whether_it_was_sealed(
+    folder: Path, shared: bool
 ) -> None:
     with Driver(folder) as driver:
-        prefix(driver, "a")
+        for name in "ab"[: 1 + shared]:
+            prefix(driver, name)
+            driver.ask("KV.PREFIX.MAP", name)
+        driver.ask(*register("z", 1, WIDTH))  # behind it, a seal that is lost is of nobody's rows
+        if shared:
+            assert share(driver)
         driver.ask("KV.PREFIX.SAVE")
+        whole = driver.content()
     (seal,) = (f for f in frames(folder / MANIFEST) if f.op == records.Seal.op)
     flipped = Copies(folder).flipped(MANIFEST, seal.payload_offset)
     (segment,) = (flipped / "pion.segments.0").iterdir()
     content = bytearray(segment.read_bytes())
     content[60] ^= 255
     segment.write_bytes(content)
-    assert content_of(flipped, SALVAGE) == {}
-    (aside,) = flipped.glob("pion.segments.0.damaged-*/*")
-    assert aside.read_bytes() == bytes(content)
+    with Driver(flipped, SALVAGE) as driver:
+        kept = driver.content()
+        assert kept.items() <= whole.items()
+        assert any(key[1].startswith(b"a_") for key in kept) != shared
+        driver.ask("KV.PREFIX.SAVE")
+        assert driver.content() == kept
+        sound(driver)
+    assert content_of(flipped) == kept
+    aside = [path.read_bytes() for path in flipped.glob("pion.segments.0.damaged-*/*")]
+    assert aside == [bytes(content)] * shared
+
+
+@pytest.mark.parametrize("size", [3, 600])
+def test_a_log_that_is_damaged_before_a_seal_keeps_what_the_seal_calls_dead(
+    folder: Path, size: int
+) -> None:
+    with Driver(folder) as driver:
+        driver.ask(*register("a", 1, 64))
+        driver.ask(*rows("a_pk", 0, 0, size))
+        before = driver.content()
+        driver.ask(*rows("a_pk", 0, 0, size + 1))
+        driver.ask("KV.PREFIX.MAP", "a")
+        driver.ask(*rows("a_pv", 0, 0, 3))
+    *_, first, _second, _seal, _last = boundaries(folder / VSTORE_WAL)
+    flipped = Copies(folder).flipped(VSTORE_WAL, first + framing.FRAME_BYTES)
+    assert content_of(flipped, SALVAGE) == before
+    assert content_of(flipped) == before
 
 
 def test_what_was_stored_is_never_taken_for_a_record(folder: Path) -> None:

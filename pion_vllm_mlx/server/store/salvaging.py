@@ -81,8 +81,10 @@ def _whole_sessions(found: Iterable[framing.Frame | None]) -> Iterator[framing.F
 def adopt_seals(state: State, segments: Iterable[Segment]) -> set[str]:
     """Seal again what was sealed, by the headers of the files; the names of what is unclear.
 
-    With a snapshot its seals were lost. A sealed segment must not be taken for an open one: it
-    would be written to, and cut. What lives in an unclear one cannot be kept.
+    With a snapshot its seals were lost. A sealed segment that several share must not be taken for
+    an open one: what lives there of others than its own group would be cut off. Where the header
+    says something else than the records, what lives in such a one cannot be kept; one group's
+    own is sealed anew.
     """
     unsealed = {s.name: s for s in segments if not s.sealed and s.uses}
     if not unsealed:
@@ -98,7 +100,8 @@ def adopt_seals(state: State, segments: Iterable[Segment]) -> set[str]:
             continue  # gone, which is found later; or never sealed: only its records count
         header = _header(file)
         if header is None or not all(_names(header, tensor) for tensor in living[name]):
-            unclear.add(name)
+            if segment.guests:
+                unclear.add(name)
             continue
         segment.sealed = segment.closed = True
         segment.size, segment.header_bytes = file.size(), len(header.raw)
