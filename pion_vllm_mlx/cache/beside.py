@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TookTooLong
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TypeVar
@@ -78,6 +79,17 @@ class Beside:
 def _let_go(things: list[Any]) -> None:
     while things:
         things.pop()
+
+
+def waited(done: Future[None], seconds: float) -> bool:
+    """Waits until something is done that began within ``seconds``; False if it never began."""
+    try:
+        done.result(seconds)
+    except TookTooLong:
+        if done.cancel():
+            return False
+        done.result()
+    return True
 
 
 class Blocking:

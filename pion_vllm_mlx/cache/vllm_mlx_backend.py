@@ -33,6 +33,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
     has_mllm,
 )
 from pion_vllm_mlx.cache.vllm_mlx_backend_usage import UsageLayer, patch_engine
+from pion_vllm_mlx.config import GIGABYTE
 from pion_vllm_mlx.errors import ConfigError, PionMlxCompatError
 
 __all__ = [
@@ -53,7 +54,6 @@ class _Installed:
     layer: Any
 
 
-GIGABYTE = 10**9
 _MOST_GIGABYTES = 1e9
 _CURRENT: list[_Installed] = []
 

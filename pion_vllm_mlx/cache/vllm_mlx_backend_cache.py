@@ -77,7 +77,7 @@ class PionPrefixCache:
         self.prefill_tokens_per_second = 0.0
         self.blocking = Blocking()
         self._beside = Beside()
-        self._ahead: ReadAhead | None = None
+        self._ahead = ReadAhead(self._beside)
         self._looked_up = LookedUp()
 
     # What the scheduler calls ------------------------------------------------------------
@@ -154,8 +154,7 @@ class PionPrefixCache:
         del cache_dir
         store = self.store_or_none()
         if store is not None and store.bypass is None:
-            self._ahead = ReadAhead(store, self._live, self._beside)
-            self._ahead.begin()
+            self._ahead.begin(store, self._live)
         return 0
 
     def prepare_store(self, tokens: list[int], cache: list[Any], auxiliary: Any = None) -> None:
@@ -231,8 +230,7 @@ class PionPrefixCache:
 
         For the thread beside; None where there is nothing to ask.
         """
-        if self._ahead is not None:
-            self._ahead.stop()
+        self._ahead.stop()
         lookup = self._begun(list(tokens))
         if self._store is None or lookup.prompt_tokens < 2:
             return None
@@ -298,7 +296,8 @@ class PionPrefixCache:
         if self.settings.options is None:
             return {"pion": "disabled", **mine}
         stored = store.stats() if store is not None else {}
-        return {**mine, **stored, "generation_thread": self.blocking.as_dict()}
+        told = {"reading_ahead": not self._ahead.done, "generation_thread": self.blocking.as_dict()}
+        return {**mine, **stored, **told}
 
     def close(self) -> None:
         """Write what waits and let the store go."""

@@ -19,15 +19,13 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as TookTooLong
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
 from mlx_lm.models.cache import make_prompt_cache
 
-from pion_vllm_mlx.cache.beside import BUSY, MOST_DEADLINES, Beside, Blocking
+from pion_vllm_mlx.cache.beside import BUSY, MOST_DEADLINES, Beside, Blocking, waited
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.layers import cache_arrays
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore, Match
@@ -65,13 +63,13 @@ class LineageCache:
         self._live = LiveTier(0)
         self._store: LineageStore | None = None
         self._tiers: Tiers | None = None
-        self._ahead: ReadAhead | None = None
         self._model: Any = None
         self._counts: Counter[str] = Counter()
         self._told: set[str] = set()
         self._pending: Plan | None = None
         self._open: weakref.WeakSet[Plan] = weakref.WeakSet()
         self._beside = Beside()
+        self._ahead = ReadAhead(self._beside)
         self.spread = Spread()
         self.blocking = Blocking()
         self.prefilling = Rate()
@@ -95,7 +93,7 @@ class LineageCache:
         if model is self._model:
             return
         self.spread.finish()  # what is of the model before goes to its own tiers
-        self._stop_reading_ahead()
+        self._ahead.stop()
         self._model, self._tiers, self._pending = model, None, None
         self._live.clear()
         self._live = LiveTier(0)
@@ -115,8 +113,8 @@ class LineageCache:
         self._tiers = Tiers(store, self._live, recurrent(make_prompt_cache(model)))
         left = max(store.options.deadline_seconds, self._connect_by - time.monotonic())
         self._beside.ask(partial(store.connect, left))  # every look-up is behind it
-        self._ahead = ReadAhead(store, self._live, self._beside)
-        self._ahead.begin()
+        self._ahead = ReadAhead(self._beside)
+        self._ahead.begin(store, self._live)
 
     @property
     def store(self) -> LineageStore | None:
@@ -149,7 +147,7 @@ class LineageCache:
         tiers = self._tiers
         if tiers is None:
             return meanwhile()
-        self._stop_reading_ahead()
+        self._ahead.stop()
         done = self._beside.ask(lambda: guarded(lambda: tiers.look_up(plan), None))
         found = meanwhile()
         if not waited(done, MOST_DEADLINES * tiers.store.options.deadline_seconds):
@@ -265,7 +263,7 @@ class LineageCache:
             **self._counts,
             "restores": stored.get("hits", 0),
             "resumes": self._counts["resumes"],
-            "reading_ahead": self._ahead is not None and not self._ahead.done,
+            "reading_ahead": not self._ahead.done,
             "live_bytes": self.nbytes,
             "live_entries": len(self),
             "live_evictions": self._live.evictions,
@@ -275,10 +273,6 @@ class LineageCache:
         }
 
     # -- inside -----------------------------------------------------------------
-
-    def _stop_reading_ahead(self) -> None:
-        if self._ahead is not None:
-            self._ahead.stop()
 
     def _complete(self, plan: Plan, tiers: Tiers, anchor: int | None) -> None:
         if plan.tiers is not tiers:  # the first of a model: nobody else is being served
@@ -397,14 +391,3 @@ def guarded(call: Callable[[], T], otherwise: T) -> T:
     except Exception:  # noqa: BLE001  (whatever it is, it must not end the generation thread)
         log.exception("the prompt cache failed; the request goes on without it")
         return otherwise
-
-
-def waited(done: Future[None], seconds: float) -> bool:
-    """Waits until something is done that began within ``seconds``; False if it never began."""
-    try:
-        done.result(seconds)
-    except TookTooLong:
-        if done.cancel():
-            return False
-        done.result()
-    return True

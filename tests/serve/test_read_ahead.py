@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -151,6 +152,56 @@ def test_what_conversations_share_is_in_memory_with_each_of_them(server: Running
         cache.close()
 
 
+def test_rows_that_take_more_in_memory_than_in_the_store_are_counted_as_in_memory(
+    server: RunningServer,
+) -> None:
+    model = tiny_model("llama")  # float32 rows, a fourth of it in the store
+    prompts = [token_ids(256, seed) for seed in range(60, 66)]
+    settings = replace(options(server, "fp8"), vquant="fp8")
+    keeper = LineageStore(model, settings)
+    for prompt in prompts:
+        assert keeper.keep(prompt, filled(model, prompt)) and keeper.flush()
+    stored_bytes = sum(one.num_bytes for one in keeper.conversations())
+    keeper.close()
+    cache = LineageCache(replace(settings, preload_bytes=stored_bytes), CacheLimits())
+    cache.attach(model, None)
+    until(lambda: not cache.stats()["reading_ahead"], "everything is read")
+    assert 0 < cache.nbytes <= 1.4 * stored_bytes and 0 < len(cache) < len(prompts)
+    assert asked(cache, [*prompts[-1], 1])[0].tier == "memory"
+    cache.close()
+
+
+def test_the_latest_is_the_last_that_memory_gives_up(server: RunningServer) -> None:
+    model = tiny_model("llama")
+    prompts = [token_ids(100, seed) for seed in range(70, 74)]
+    store(server, model, "order", *prompts)
+    cache = started(server, model, "order")
+    assert len(cache) == len(prompts)
+    cache.trim_to(n_bytes=cache.nbytes // 4)
+    assert len(cache) == 1
+    assert asked(cache, [*prompts[-1], 1])[0].tier == "memory"
+    cache.close()
+
+
+def test_a_fault_in_one_conversation_leaves_the_others(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama")
+    prompts = [token_ids(100, seed) for seed in range(80, 83)]
+    store(server, model, "fault", *prompts)
+    real = LineageStore.read_ahead
+
+    def failing(self: LineageStore, tokens: Any) -> Any:
+        if list(tokens) == prompts[-1]:
+            raise ValueError("not this one")
+        return real(self, tokens)
+
+    monkeypatch.setattr(LineageStore, "read_ahead", failing)
+    cache = started(server, model, "fault")
+    assert len(cache) == 2
+    cache.close()
+
+
 def test_the_first_request_ends_the_reading(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,7 +212,7 @@ def test_the_first_request_ends_the_reading(
 
     def comes_meanwhile(self: LineageStore, tokens: Any) -> Any:
         """A request arrives while the first conversation is read; it waits on its own thread."""
-        cache._stop_reading_ahead()
+        cache._ahead.stop()
         return real(self, tokens)
 
     monkeypatch.setattr(LineageStore, "read_ahead", comes_meanwhile)
