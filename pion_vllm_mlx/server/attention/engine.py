@@ -130,6 +130,7 @@ class Engine:
                 if job is None:
                     return
                 waiting.append(job)
+                del job  # a name here would keep the K/V of the last query until the next
             waiting.extend(unfinished)  # behind all that came during its last part
             abandoned = _take_abandoned(waiting)
             jobs = _next_group(waiting) if waiting else []

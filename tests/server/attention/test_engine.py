@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -196,6 +198,20 @@ def test_who_has_left_is_not_waited_for() -> None:
         assert (await stays)[0].shape == (2, 1, 32)
         with pytest.raises(asyncio.CancelledError):
             await gone
+
+    run(work)
+
+
+def test_the_last_query_keeps_nothing_of_its_layer() -> None:
+    async def work(engine: Engine) -> None:
+        slot = resident()
+        held = weakref.ref(slot.prefix)
+        await engine.begin(dense(normal(3, 2, 1, 32)).bound(slot))
+        del slot
+        ends_at = time.monotonic() + 10
+        while held() is not None and time.monotonic() < ends_at:
+            await asyncio.sleep(0.01)  # the thread is just going back to its queue
+        assert held() is None
 
     run(work)
 
