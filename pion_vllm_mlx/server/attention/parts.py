@@ -67,10 +67,13 @@ def suffix_of(suffix: api.Suffix, queries: int, span: Span) -> api.Suffix | None
     """The tokens of a suffix that the queries of ``span``, of M = ``queries``, see between them.
 
     Query m sees ``t <= max(0, S - M) + m``; by the same rule the span alone sees the same of
-    what is returned. None where each query of the span sees the whole suffix.
+    what is returned. None where each query of the span sees the whole suffix. A span in which
+    only some do is none that ``Extent.spans`` makes: ValueError.
     """
     tokens = suffix.num_tokens
-    end = max(0, tokens - queries) + span[1]
+    first, end = (max(0, tokens - queries) + edge for edge in span)
     if end > tokens:
+        if first + 1 < tokens:
+            raise ValueError(f"queries {span} see different parts of {tokens} tokens")
         return None
     return api.Suffix(suffix.keys[:, :end], suffix.values[:, :end])

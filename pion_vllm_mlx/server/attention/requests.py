@@ -135,7 +135,7 @@ class Dense:
 
     def suffix_alone(self) -> tuple[Floats, Floats]:
         """Output and log-sum-exp over the suffix, of which one query sees all; nothing: 0, -inf."""
-        if self.suffix is None:
+        if self.suffix is None or not self.suffix.num_tokens:
             return np.zeros_like(self.q), np.full(self.q.shape[:2], -np.inf, np.float32)
         own = api.dense_prefix(self.suffix.keys, self.suffix.values)
         found = api.attend(self.q, own, self.head_map)

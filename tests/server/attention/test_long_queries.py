@@ -81,6 +81,29 @@ def test_each_row_is_what_it_is_when_all_are_computed_at_once(
         np.testing.assert_allclose(out[:, m : m + 1], wanted, rtol=0, atol=1e-5)
 
 
+def test_a_suffix_without_tokens_is_none() -> None:
+    q, nothing = normal(3, HEADS, 40, DIM), np.empty((HEADS, 0, DIM), np.float32)
+    spans = [(0, 20), (20, 40)]
+    replies = []
+    for suffix in (None, api.Suffix(nothing, nothing)):
+        whole = dense(q, suffix).bound(from_floats(KEYS, VALUES, "fp32"))
+        assert isinstance(whole, BoundDense)
+        replies.append(computed(LongDense(whole, spans))[1])
+    for with_none, with_empty in zip(*replies, strict=True):
+        np.testing.assert_allclose(with_empty, with_none, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("spans", [[(0, 40)], [(0, 5), (5, 40)]])
+def test_a_part_of_which_only_some_queries_see_the_whole_suffix_is_none(
+    spans: list[tuple[int, int]],
+) -> None:
+    suffix = api.Suffix(KEYS[:, :10], VALUES[:, :10])
+    whole = dense(normal(3, HEADS, 40, DIM), suffix).bound(from_floats(KEYS, VALUES, "fp32"))
+    assert isinstance(whole, BoundDense)
+    with pytest.raises(ValueError, match="different parts of 10 tokens"):
+        computed(LongDense(whole, spans))
+
+
 @pytest.mark.parametrize("device", ["host", "mlx"])
 def test_a_row_of_many_is_what_it_is_alone(device: str) -> None:
     q = normal(3, HEADS, MANY, DIM)
