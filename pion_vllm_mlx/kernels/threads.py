@@ -49,7 +49,7 @@ class _Share(Generic[Item, Result]):
         # One fewer than there are items: who finds it empty has finished the last one.
         self._others = deque(range(len(items) - 1))
         self._results: list[Result | None] = [None] * len(items)
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._done = threading.Lock()
         self._done.acquire()
 
@@ -62,7 +62,7 @@ class _Share(Generic[Item, Result]):
                 return
             try:
                 self._results[number] = self._work(self._items[number])
-            except Exception as error:  # noqa: BLE001 - of any thread: the caller raises it
+            except BaseException as error:  # noqa: BLE001 - of any thread: the caller raises it
                 self._error = error
             try:
                 self._others.pop()

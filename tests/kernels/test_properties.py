@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from pion_vllm_mlx.errors import CommandError
-from pion_vllm_mlx.kernels import api, transfer
+from pion_vllm_mlx.kernels import api, threads, transfer
 from pion_vllm_mlx.kernels.api import Attended, Prefix, Selection, Suffix
 from pion_vllm_mlx.kernels.threads import cores, in_threads
 from pion_vllm_mlx.kernels.widening import widened
@@ -260,6 +261,28 @@ def test_an_error_in_a_thread_is_raised_and_every_item_is_done_once() -> None:
     assert sorted(done) == list(range(60))
     with pytest.raises(CommandError, match="seventy"):
         in_threads(range(50, 90), work)
+
+
+def test_a_thread_that_is_told_to_end_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(threads, "cores", lambda: 4)
+    raised: list[BaseException] = []
+
+    def work(item: int) -> None:
+        if threading.current_thread() is not caller:
+            raise SystemExit(item)
+        time.sleep(0.01)
+
+    def call() -> None:
+        with pytest.raises(SystemExit) as found:
+            in_threads(range(20), work)
+        raised.append(found.value)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    caller.join(20)
+    assert len(raised) == 1
 
 
 def test_threads_that_wait_hold_nothing_of_what_they_did() -> None:
