@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,6 +97,36 @@ def test_a_bug_in_one_duty_stops_no_other(
         assert run_until(
             driver, lambda: not (driver.store.state.sessions or driver.store.state.untidy)
         )
+
+
+class Standing:
+    """A connection; ``bug``: looking at it fails."""
+
+    def __init__(self, stalled: bool, bug: bool = False) -> None:
+        self._stalled, self._bug, self.aborted = stalled, bug, 0
+
+    def stalled(self, now: float) -> bool:
+        if self._bug:
+            raise ZeroDivisionError("a bug")
+        return self._stalled
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+@pytest.mark.usefixtures("hurry")
+def test_a_bug_in_the_look_at_one_connection_closes_it_and_hides_no_other(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    buggy, late, lively = Standing(False, bug=True), Standing(True), Standing(False)
+    with Driver(tmp_path) as driver, caplog.at_level(logging.ERROR):
+        connections: dict[int, Any] = driver.server.connections
+        connections.update({-3: buggy, -2: late, -1: lively})
+        assert run_until(driver, lambda: bool(buggy.aborted and late.aborted))
+        for number in (-3, -2, -1):
+            del connections[number]
+        assert driver.server.housekeeping_errors >= 1 and not lively.aborted
+    assert "internal error: a connection is closed" in caplog.text
 
 
 def test_the_bugs_of_all_workers_are_added_up_and_shown() -> None:
