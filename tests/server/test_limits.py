@@ -242,14 +242,14 @@ def test_who_waits_for_the_server_is_not_silent(tmp_path: Path) -> None:
 
 
 def test_who_reads_a_long_reply_slowly_may_ask_again(start_server: StartServer) -> None:
-    server = start_server("--timeout", "2")
+    server = start_server("--timeout", "4")
     with Wire.tcp(server.port) as wire:
         wire.ok("SSM.PREFIX.STORE", "s", 0, bytes(64 << 20))
         wire.send(request("SSM.PREFIX.FETCH", "s", 0))
         # until most of it is on its way, and none of it waits in the server
         for _ in range(56 * 16):
             assert len(wire.incoming.read(1 << 16)) == 1 << 16
-            time.sleep(0.003)
+            time.sleep(0.005)
         wire.incoming.read((8 << 20) + len("$67108864\r\n\r\n"))
         time.sleep(0.5)
         assert wire.ask("PING") == "PONG"

@@ -159,14 +159,14 @@ def test_senders_that_become_slow_keep_no_thread_from_others(start_server: Start
 def test_an_upload_that_goes_on_is_not_silent_however_long_it_takes(
     start_server: StartServer,
 ) -> None:
-    server = start_server("--timeout", "1")
+    server = start_server("--timeout", "4")
     rows = rows_of(4, 48 * MB)
     command = store(0, rows)
     with Wire.tcp(server.port) as wire:
         wire.ok("KV.PREFIX.REGISTER", "n", WIDTH, "fp16")
         wire.send(command[: 4 * MB])
         enough = threading.Event()
-        timer = threading.Timer(2.5, enough.set)
+        timer = threading.Timer(5.0, enough.set)
         timer.start()
         at = trickle([wire], command, 4 * MB, enough)
         timer.cancel()
