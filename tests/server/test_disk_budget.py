@@ -142,6 +142,28 @@ def test_uploads_at_once_are_none_of_them_refused(server: RunningServer) -> None
     assert du(server.dir) <= budget
 
 
+def test_no_pinned_prefix_leaves_for_uploads_under_way(server: RunningServer) -> None:
+    server.start("--disk-budget", str(64 * MEGABYTE))
+    rows = 36 * MEGABYTE // ROW_BYTES
+    with Wire.tcp(server.port) as wire, Wire.tcp(server.port) as other:
+        assert store(wire, "kept", 24 * MEGABYTE // ROW_BYTES, 1) == "OK"
+        assert wire.ask("KV.PREFIX.PIN", "kept") == 1
+        other.ok("KV.PREFIX.REGISTER", "c", WIDTH, "fp16")
+        other.send(begun("c_pk", rows, 32 * MEGABYTE))
+        deadline = time.monotonic() + 20
+        while du(server.dir) < 56 * MEGABYTE:
+            assert time.monotonic() < deadline, "the upload stands still"
+            time.sleep(0.01)
+        answer = store(wire, "d", 8 * MEGABYTE // ROW_BYTES, 2)
+        assert isinstance(answer, Refusal) and "disk budget" in answer
+        assert wire.ask("KV.PREFIX.LOOKUP", "kept") == "HIT"
+        other.send(bytes(4 * MEGABYTE) + b"\r\n" + b"$3\r\nFMT\r\n$3\r\nF16\r\n")
+        assert other.reply() == "OK"
+        assert store(wire, "d", 8 * MEGABYTE // ROW_BYTES, 2) == "OK"
+        assert wire.ask("V.INFO", "c_pk") is None
+        assert wire.ask("KV.PREFIX.LOOKUP", "kept") == "HIT"
+
+
 def test_who_announces_much_and_sends_nothing_throws_nobody_out(server: RunningServer) -> None:
     server.start("--disk-budget", str(16 * MEGABYTE))
     rows = 4 * MEGABYTE // ROW_BYTES
@@ -290,3 +312,36 @@ def test_a_budget_on_a_small_disk_leaves_half_as_much_free_and_says_so(tmp_path:
                 assert store(wire, "n", rows, 1) == "OK"
         finally:
             one.stop()
+
+
+def test_an_embedded_server_keeps_all_at_a_start_on_a_full_disk_and_stores_again_when_it_is_not(
+    tmp_path: Path,
+) -> None:
+    with small_disk(tmp_path / "disk", 64 * MEGABYTE) as disk:
+        embedded = RunningServer(free_port_block(), disk / "data")
+        try:
+            embedded.start("--embedded")
+            with Wire.tcp(embedded.port) as wire:
+                for number in range(4):
+                    assert store(wire, f"n{number}", 2000, number) == "OK"
+                wire.ok("KV.PREFIX.SAVE")
+            embedded.stop()
+            fill(disk / "filler")
+            embedded.start("--embedded")
+            with Wire.tcp(embedded.port) as wire:
+                for number in range(4):
+                    assert wire.ask("KV.PREFIX.LOOKUP", f"n{number}") == "HIT"
+                refused = wire.ask("KV.PREFIX.REGISTER", "more", WIDTH, "fp16")
+                assert isinstance(refused, Refusal) and "No space left" in refused
+                (disk / "filler").unlink()
+                ends_at = time.monotonic() + 30
+                while wire.ask("KV.PREFIX.REGISTER", "more", WIDTH, "fp16") != "OK":
+                    assert time.monotonic() < ends_at
+                    time.sleep(0.5)
+                while store(wire, "more", 1000, 9) != "OK":
+                    assert time.monotonic() < ends_at
+                    time.sleep(0.5)
+                for number in range(4):
+                    assert wire.ask("KV.PREFIX.LOOKUP", f"n{number}") == "HIT"
+        finally:
+            embedded.stop()

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 
+from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.eviction import LeastRecentlyUsed, PinLimits, Shortage
 from tests.recovery.driving import Driver, Options, refused
 from tests.recovery.material import register, rows, state
@@ -72,6 +73,35 @@ def test_pins_that_grew_past_the_cap_protect_the_newest_of_them(tmp_path: Path) 
         found = policy.victims(driver.store.state, Shortage.BYTES)
         order = [session.sid for session in found]
         assert order[:2] == [b"a_pv", b"a_pk"] and order[-1] == b"c_pk"
+
+
+def test_where_bytes_are_short_pinned_prefixes_leave_after_those_that_are_stored_to(
+    tmp_path: Path,
+) -> None:
+    """And none of them while bytes of another prefix are being written."""
+    with Driver(tmp_path) as driver:
+        for name in ("kept", "older", "busy", "idle"):
+            driver.ask(*register(name))
+            driver.ask(*rows(f"{name}_pk", 0, 0, 600))
+        driver.ask("KV.PREFIX.PIN", "kept")
+        driver.ask("KV.PREFIX.PIN", "older")
+        space, left = driver.store.space, []
+        regions = [space.reserve(name, 1000, 1) for name in (b"kept", b"busy")]
+
+        def evict() -> None:
+            effects, before = space.evict_for_bytes(1), held(driver)
+            driver.loop.run_until_complete(driver.store.commit(lambda: effects))
+            left.append(*before - held(driver))
+
+        evict()
+        evict()
+        with pytest.raises(CommandError, match="disk budget"):
+            space.evict_for_bytes(1)
+        space.release(regions[1])
+        evict()
+        evict()
+        space.release(regions[0])
+        assert left == ["idle", "busy", "older", "kept"]
 
 
 def test_pins_and_deadlines_survive_log_and_snapshot(tmp_path: Path) -> None:

@@ -34,8 +34,9 @@ def overdue(context: Context, sid: bytes) -> list[Record]:
 @command(
     "KV.PREFIX.PIN",
     2,
-    "Has a namespace evicted after all that are not pinned; refused where pins would take more "
-    "than half of the sessions or of the disk budget; 0 when there is none.",
+    "Has a namespace evicted after all that are not pinned; while one of those is being stored, a "
+    "store that finds no other room is refused. Refused where pins would take more than half of "
+    "the sessions or of the disk budget; 0 when there is none.",
     syntax="ns",
     write=True,
     kvcache=True,

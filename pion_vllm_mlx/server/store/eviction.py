@@ -62,12 +62,26 @@ class PinLimits:
         return f"pinned prefixes may take {allowed} at most"
 
 
-class LeastRecentlyUsed(EvictionPolicy):
-    """The least recently accessed session first; pinned ones last.
+def protected(pins: PinLimits, latest_first: Iterable[Session]) -> set[bytes]:
+    """The sids that pins protect, of sessions in the order in which they were used.
 
     A pinned prefix may grow beyond the limits: then the pins that were used least recently
     protect nothing.
     """
+    kept: set[bytes] = set()
+    total = 0
+    for session in latest_first:
+        if not session.pinned:
+            continue
+        total += session.row_bytes()
+        if not pins.allow(len(kept) + 1, total):
+            break
+        kept.add(session.sid)
+    return kept
+
+
+class LeastRecentlyUsed(EvictionPolicy):
+    """The least recently accessed session first; those that pins protect last."""
 
     def __init__(self, pins: PinLimits | None = None) -> None:
         self.pins = pins or PinLimits()
@@ -76,19 +90,9 @@ class LeastRecentlyUsed(EvictionPolicy):
         self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
     ) -> Iterator[Session]:
         order = state.by_access()
-        kept = self._kept([session for session in reversed(order) if session.pinned])
+        kept = protected(self.pins, reversed(order))
         yield from (session for session in order if session.sid not in kept)
         yield from (session for session in order if session.sid in kept)
-
-    def _kept(self, pinned: Iterable[Session]) -> set[bytes]:
-        kept: set[bytes] = set()
-        total = 0
-        for session in pinned:
-            total += session.row_bytes()
-            if not self.pins.allow(len(kept) + 1, total):
-                break
-            kept.add(session.sid)
-        return kept
 
 
 def state_sids(state: State, namespace: bytes) -> tuple[bytes, ...]:

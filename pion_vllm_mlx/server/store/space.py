@@ -22,6 +22,7 @@ from pion_vllm_mlx.server.store.eviction import (
     drop_session,
     namespaces_of,
     oldest_stray,
+    protected,
 )
 from pion_vllm_mlx.server.store.files import refusals
 from pion_vllm_mlx.server.store.folder_use import FolderUse
@@ -116,13 +117,14 @@ class Space:
         """Effects that make one prefix or session leave, with all that hold the same bytes.
 
         So do states of no namespace, in their turn. Raises CommandError when even an empty
-        store would not do.
+        store would not do, and where all that is not pinned is still being stored.
         """
-        victims = self._victims(spared=True)
+        pinned = self._pinned()
+        victims = self._victims(lambda group: group not in pinned and not self._stored_to(group))
         effects: list[Record] = []
         stray = oldest_stray(self.state)
         if stray is None:
-            victims = victims or self._victims(spared=False)
+            victims = victims or self._last_victims(pinned)
         elif all(session.pinned or session.accessed > stray[1] for session in victims):
             victims = []
             self.evictions += 1
@@ -154,12 +156,31 @@ class Space:
                 nbytes += sum(blob.length for blob in blobs if isinstance(blob.place, Inline))
         return nbytes
 
-    def _victims(self, spared: bool) -> list[Session]:
+    def _pinned(self) -> set[bytes]:
+        """The groups that pins protect."""
+        kept = protected(self.pin_limits, reversed(self.state.by_access()))
+        return {group_of(sid) for sid in kept}
+
+    def _stored_to(self, group: bytes) -> bool:
+        return any(segment.writers for segment in self.segments.of_group(group))
+
+    def _last_victims(self, pinned: set[bytes]) -> list[Session]:
+        """Who leaves where nothing idle is left: who is being stored to, then who is pinned.
+
+        None that is pinned while another is being stored to, whose bytes nobody can free yet.
+        """
+        victims = self._victims(lambda group: group not in pinned)
+        segments = self.segments.segments.values()
+        if victims or any(one.writers and one.group not in pinned for one in segments):
+            return victims
+        return self._victims(lambda group: not self._stored_to(group)) or self._victims()
+
+    def _victims(self, may_leave: Callable[[bytes], bool] = lambda group: True) -> list[Session]:
         """The first sessions, one a group, whose leaving together frees bytes; oldest first.
 
         One whose rows all lie where prefixes live that leave later stays: it costs nothing.
         It leaves together with the last of those that hold the same bytes. So stays one that
-        holds nothing yet, and where ``spared`` one that is being stored to.
+        holds nothing yet, and one of a group that may not leave.
         """
         before: dict[bytes, Session] = {}
         with_states = self._with_states()
@@ -167,7 +188,7 @@ class Space:
             group = group_of(session.sid)
             if self._frees_nothing(session, group, with_states):
                 continue
-            if spared and any(segment.writers for segment in self.segments.of_group(group)):
+            if not may_leave(group):
                 continue
             before.setdefault(group, session)
             segments = group_segments(self.state, group)
