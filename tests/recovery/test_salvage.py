@@ -215,19 +215,31 @@ def test_a_log_that_is_damaged_before_a_seal_keeps_what_the_seal_calls_dead(
     assert content_of(flipped) == before
 
 
-def test_what_was_stored_is_never_taken_for_a_record(folder: Path) -> None:
-    forged = framing.frame(3, records.StoreState.op, b"forged")
-    snapshot = framing.header(framing.SSM_SNAPSHOT) + b"".join(
-        framing.frame(lsn, records.StoreState.op, payload)
-        for lsn, payload in ((1, b"one"), (2, b"two" + forged), (3, b"three"), (4, b"four"))
-    )
-    at = snapshot.index(b"two") - framing.FRAME_BYTES
-    for bit in range(8 * framing.FRAME_BYTES):
+@pytest.mark.parametrize("size", [27, 32, 64])
+@pytest.mark.parametrize("reaches", [False, True], ids=["inside", "into the next"])
+@pytest.mark.parametrize("counted", [4, 5, None])
+def test_what_was_stored_is_never_taken_for_a_record(
+    size: int, reaches: bool, counted: int | None
+) -> None:
+    """Not where a damaged length leads to it, nor where it goes on to the record after next."""
+    op = records.StoreState.op
+    behind = [framing.frame(3, op, b"three"), framing.frame(4, op, b"four")]
+    if counted is not None:
+        behind.append(framing.frame(5, framing.END, framing.end_payload(counted)))
+    inside = b"f" * (size - framing.FRAME_BYTES)
+    forged = framing.frame(3, op, inside + behind[0] * reaches)[:size]
+    before = framing.header(framing.SSM_SNAPSHOT) + framing.frame(1, op, b"one")
+    snapshot = before + framing.frame(2, op, b"two" + forged) + b"".join(behind)
+    seen = set()
+    for bit in range(8 * (framing.FRAME_BYTES + 3 + size)):
         damaged = bytearray(snapshot)
-        damaged[at + bit // 8] ^= 1 << bit % 8
+        damaged[len(before) + bit // 8] ^= 1 << bit % 8
         _, found = framing.survivors(memoryview(damaged), framing.SSM_SNAPSHOT, "x")
-        kept = [bytes(frame.payload) for frame in found if frame is not None]
-        assert kept in ([b"one"], [b"one", b"three", b"four"]), bit
+        kept = tuple(bytes(frame.payload) for frame in found if frame is not None)
+        assert kept in ((b"one",), (b"one", b"three", b"four")), bit
+        seen.add(kept)
+    # what leads to an end that counts right stays
+    assert ((b"one", b"three", b"four") in seen) == (counted == 4)
 
 
 @pytest.mark.parametrize("name", [VSTORE_WAL, SSM_WAL])

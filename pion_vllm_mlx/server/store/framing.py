@@ -39,6 +39,7 @@ _HEADER = struct.Struct("<8sIIQ")
 _TAIL = struct.Struct("<II")
 _FRAME = struct.Struct("<IIQB")
 _REST = struct.Struct("<IQB")
+_COUNT = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size + _TAIL.size
 FRAME_BYTES = _FRAME.size
 #: no record is longer: rows and states above 64 KB live in segments.
@@ -182,33 +183,59 @@ def scan(data: memoryview, magic: bytes, name: str) -> Scan:
 def survivors(data: memoryview, magic: bytes, name: str) -> tuple[int, list[Frame | None]]:
     """The LSN that a damaged snapshot covers, and its records that verify, without END.
 
-    None stands for what does not verify: a record whose length leads to the one after it is
-    stepped over, behind any other nothing is known. Never is a record searched for: what is
-    stored may look like one. Raises DamagedData where the header does not verify, or bytes
-    follow the END; NewerFormat.
+    None stands for a record that does not verify. Behind the first of them the others stay only
+    where every one verifies, up to an END at the end of the file that counts them: a length that
+    was damaged may lead into what is stored, which may look like a record. Raises DamagedData
+    where the header does not verify, or bytes follow the END; NewerFormat.
     """
     covered = _read_header(data, magic, name)
     found: list[Frame | None] = []
     offset, lsn = HEADER_BYTES, 1
-    while True:
-        here = _frame_at(data, offset)
-        if here is not None and here.lsn == lsn and here.op == END:
-            if here.payload_offset + len(here.payload) != len(data):
+    while (here := _frame_at(data, offset)) is not None and here.lsn == lsn:
+        offset = here.payload_offset + len(here.payload)
+        if here.op == END:
+            if offset != len(data):
                 raise DamagedData("bytes behind the end")
             return covered, found
-        if here is None or here.lsn != lsn:
-            found.append(None)
-            if offset + FRAME_BYTES > len(data):
-                return covered, found
-            offset += FRAME_BYTES + int(_FRAME.unpack_from(data, offset)[1])
-            after = _frame_at(data, offset)
-            lsn += 1
-            if after is None or after.lsn != lsn:
-                return covered, found
-            continue
         found.append(here)
-        offset = here.payload_offset + len(here.payload)
         lsn += 1
+    return covered, [*found, None, *_behind(data, offset, lsn)]
+
+
+def _behind(data: memoryview, offset: int, lsn: int) -> list[Frame]:
+    """The records behind a damaged one; none where another length of it would lead to the END.
+
+    What is stored may have been made to reach into the record behind it: then the true length,
+    from which the damaged one differs in a byte, leads to the END as well.
+    """
+    if offset + FRAME_BYTES > len(data):
+        return []
+    said, begin = int(_FRAME.unpack_from(data, offset)[1]), offset + FRAME_BYTES
+    found = _up_to_end(data, begin + said, lsn + 1)
+    others = (said ^ (change << place) for place in (0, 8, 16, 24) for change in range(1, 256))
+    if found is None or any(_up_to_end(data, begin + n, lsn + 1) is not None for n in others):
+        return []
+    return found
+
+
+def _up_to_end(data: memoryview, offset: int, lsn: int) -> list[Frame] | None:
+    """The records from ``lsn`` at ``offset`` on, without the END; None where one is amiss."""
+    if offset + FRAME_BYTES > len(data) or _FRAME.unpack_from(data, offset)[2] != lsn:
+        return None
+    found: list[Frame] = []
+    for here in _frames(data, offset):
+        if here.lsn != lsn + len(found):
+            return None
+        if here.op == END:
+            whole = here.payload_offset + len(here.payload) == len(data)
+            return found if whole and bytes(here.payload) == end_payload(here.lsn - 1) else None
+        found.append(here)
+    return None
+
+
+def end_payload(count: int) -> bytes:
+    """The payload of an END record behind so many others."""
+    return _COUNT.pack(count)
 
 
 def _any_frame(data: memoryview, offset: int) -> Frame | None:

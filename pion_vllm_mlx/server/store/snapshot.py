@@ -46,7 +46,6 @@ from pion_vllm_mlx.server.store.state import SavedState, State
 from pion_vllm_mlx.server.store.wal import Inline, Logged
 
 PORTABLE = b"PIONPC01"
-_COUNT = struct.Struct("<Q")
 _CUT = "the file is cut short; if it is a copy, copy it once more, whole"
 _TRAILER = struct.Struct("<QII8s")
 
@@ -151,7 +150,7 @@ def chunks(
         at += len(data)
         placed(record, at - len(record.inline))
         yield data
-    yield framing.frame(lsn + 1, framing.END, _COUNT.pack(lsn))
+    yield framing.frame(lsn + 1, framing.END, framing.end_payload(lsn))
 
 
 def publish_states(path: Path, state: State, covered_lsn: int) -> list[SavedState]:
@@ -187,7 +186,7 @@ def load(path: Path, magic: bytes) -> tuple[int, Iterator[Logged]] | None:
         if frame.op == framing.END:
             if end != file.size():
                 raise DamagedData(f"{path.name} at {end}: bytes behind the end")
-            if _COUNT.unpack(frame.payload)[0] != number:
+            if bytes(frame.payload) != framing.end_payload(number):
                 raise DamagedData(f"{path.name} at {end}: the end counts other records")
             return found.covered_lsn, logged(file, found.frames[:number])
         if not records.is_known(frame.op):
