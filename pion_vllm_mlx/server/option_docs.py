@@ -15,6 +15,7 @@ from pion_vllm_mlx.server.options import Option, options
 from pion_vllm_mlx.server.outbound import MAX_REPLY_BYTES
 from pion_vllm_mlx.server.session import ServerConfig
 from pion_vllm_mlx.server.store.index import MAX_LAYER
+from pion_vllm_mlx.server.store.reserve import RESERVE_BYTES
 from pion_vllm_mlx.server.store.space import RESERVED_FREE_BYTES
 from pion_vllm_mlx.server.transactions import MAX_QUEUED_BYTES, MAX_QUEUED_COMMANDS
 
@@ -61,6 +62,9 @@ def _limits() -> dict[str, str]:
         "of its own",
         "bytes on disk": "without `--disk-budget` none but the disk's; with it, "
         f"half as much, {RESERVED_FREE_BYTES >> 30} GiB at most, is left free on the disk besides",
+        "deletions of keys on a full disk": f"{RESERVE_BYTES >> 10} KiB of records, some 1,500 "
+        "keys one by one, until what lives fits on the disk and is saved; then they are refused "
+        "until others make room, and `FLUSHALL` alone goes through",
         "memory": "without `--maxmemory` none; plain keys lie in memory, rows do not; K/V in "
         "memory for attention leave before a write is refused",
         "connections": f"{ServerConfig.max_connections:,}; `--maxclients`. Fewer where `ulimit -n` "

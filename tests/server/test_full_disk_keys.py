@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.keyspace.changes import Verb, change
 from tests.conftest import RunningServer, free_port_block
-from tests.server.wire import Refusal, Wire, Word
+from tests.keyspace.test_durable import Keys
+from tests.server.wire import Refusal, Wire, Word, request
 from tests.small_disk import fill, small_disk
 
 DISK_BYTES = 24 << 20
@@ -112,3 +116,51 @@ def test_the_last_key_that_goes_takes_the_log_along(server: RunningServer) -> No
             assert wire.ask("DEL", name) == 1
         assert free_bytes(server) > 7 * len(LONG)
         wire.ok("SET", names[0], LONG)
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_when_deletions_have_used_up_their_room_flushing_gives_everything_back(
+    server: RunningServer, padding: int
+) -> None:
+    names = [f"{'x' * padding}{number:06}" for number in range(4000)]
+    with Wire.tcp(server.port) as wire:
+        wire.send(b"".join(request("SET", name, bytes(1000)) for name in names))
+        assert [wire.reply() for _ in names] == ["OK"] * len(names)
+        fill_up(server, wire)
+        gone = 0
+        while (answer := wire.ask("DEL", names[gone])) == 1:
+            gone += 1
+        assert is_full(answer) and gone > 1000
+        wire.ok("FLUSHALL")
+        assert free_bytes(server) > 3 << 20
+        wire.ok("SET", "more", "v")
+    server.restart()
+    with Wire.tcp(server.port) as wire:
+        assert wire.ask("KEYS", "*") == [b"more"]
+
+
+def test_what_is_deleted_is_answered_though_the_disk_cannot_be_asked_for_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(path: object) -> os.statvfs_result:
+        raise OSError(errno.EIO, "Input/output error")
+
+    saves: list[bool] = []
+    with small_disk(tmp_path / "small", 4 << 20) as disk:
+        (disk / "data").mkdir()
+        with Keys(disk / "data") as keys:
+            keys.keyspace.on_saved = lambda: saves.append(True)
+            keys.do([change(Verb.SET, b"%d" % number, LONG[:1000]) for number in range(1000)])
+            fill(disk / "ballast")
+            with pytest.raises(CommandError, match="No space left"):
+                for _ in range(10_000):
+                    keys.do([change(Verb.SET, b"s", b"x")])
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "statvfs", refused)
+                for number in range(500):
+                    keys.do([change(Verb.DELETE, b"%d" % number)])
+            for number in range(500, 900):
+                keys.do([change(Verb.DELETE, b"%d" % number)])
+            assert not saves, "what lives did not fit, and nothing was saved"
+            keys.do([change(Verb.FLUSH)])
+            assert saves == [True]

@@ -4,15 +4,16 @@ Everything but the log's bytes happens on the event loop. Under the write lock a
 command's changes are worked out at one moment, logged, then applied: nobody sees
 what is not logged, and the keys a command read are as it saw them.
 
-On a full disk changes that only take away are logged in a reserve. What they free lies in the
-log and in the snapshot, and is given back by a save once what lives fits beside them.
+On a full disk changes that only take away are logged in a reserve of 64 KiB, some 1,500 keys
+deleted one by one. What they free lies in the log and in the snapshot, and is given back by a save
+once what lives fits beside them. If it never does, and the reserve is used up, deletions are
+refused until others make room; another reserve is left for FLUSHALL, which gives back everything.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,6 @@ from typing import cast
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.keyspace.changes import (
-    FREEING,
     MAX_BATCH_BYTES,
     Change,
     Verb,
@@ -30,10 +30,11 @@ from pion_vllm_mlx.server.keyspace.changes import (
 )
 from pion_vllm_mlx.server.keyspace.data import Data
 from pion_vllm_mlx.server.keyspace.recovery import Paths, Recovered, recover, snapshot_chunks
+from pion_vllm_mlx.server.keyspace.relief import Relief
 from pion_vllm_mlx.server.keyspace.sizes import entry_bytes
 from pion_vllm_mlx.server.store.files import not_rewritten, publish, refusals
 from pion_vllm_mlx.server.store.records import Record
-from pion_vllm_mlx.server.store.reserve import RESERVE_BYTES, Reserve, is_full
+from pion_vllm_mlx.server.store.reserve import is_full
 from pion_vllm_mlx.server.store.store import StoreConfig
 from pion_vllm_mlx.server.store.wal import Wal
 
@@ -83,6 +84,7 @@ class Keyspace:
         self._lock = asyncio.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="keyspace-log")
         self._paths = Paths(config.folder, config.worker) if config else None
+        self._num_saves = 0
         self._giving = asyncio.Lock()
         self._give_again = 0.0
         self._saved_bytes = self._size_on_disk()
@@ -90,14 +92,13 @@ class Keyspace:
         #: how many keys there were, and bytes of log, when their bytes were counted
         self._counted = (-1, 0)
         self._live_bytes = 0
-        self._look_again = 0.0
+        #: when it is next looked whether a full disk can be relieved
+        self._count_again_at = 0.0
         if found and found.salvaged:  # also without logs: what was repaired is to stay so
             self._save_files()
-        self._reserve = (
-            Reserve(self._paths.reserve) if config and config.wal and self._paths else None
+        self._relief = (
+            Relief(self._paths.reserve) if config and config.wal and self._paths else None
         )
-        if self._reserve is not None:
-            self._reserve.fill()
 
     @classmethod
     def open(cls, config: StoreConfig) -> Keyspace:
@@ -160,9 +161,7 @@ class Keyspace:
         try:
             self._log(self.wal, changes)
         except CommandError as error:
-            frees = all(one.verb in FREEING for one in changes)
-            fits = size_of(changes) < RESERVE_BYTES
-            if not (is_full(error) and frees and fits and self._reserve and self._reserve.give()):
+            if not (is_full(error) and self._relief and self._relief.give_for(changes)):
                 raise
             self._log(self.wal, changes)
 
@@ -229,32 +228,33 @@ class Keyspace:
             raise not_rewritten("SAVE", error) from error
 
     async def relieve(self) -> None:
-        """Fill the reserve again; on a full disk save what lives, where that fits."""
-        if self._reserve is None or self._reserve.held:
+        """Fill the reserves again; on a full disk save what lives, where that fits."""
+        relief = self._relief
+        if relief is None or relief.held:
             return
 
         async def locked() -> None:
             async with self._lock:
-                await self._run(self._relieve)
-            self.on_saved()
+                serial = self._num_saves
+                await self._run(lambda: self._relieve(relief))
+            if serial != self._num_saves:
+                self.on_saved()
 
         await asyncio.shield(asyncio.create_task(locked()))
 
-    def _relieve(self) -> None:
+    def _relieve(self, relief: Relief) -> None:
         """Blocks. No failure of the disk is an error here: it is full, and stays so."""
-        assert self._reserve is not None and self._paths is not None and self.wal is not None
-        self._reserve.fill()
+        relief.fill()
         begun = time.monotonic()
-        if self._reserve.held or begun < self._look_again:
+        if relief.held or (self.data.entries and begun < self._count_again_at):
             return
         live_bytes = self._count_live_bytes()
-        self._look_again = begun + _PART_LOOKING * (time.monotonic() - begun)
-        disk = os.statvfs(self._paths.folder)
-        wasted_bytes = self.wal.size + self._saved_bytes - live_bytes
-        if live_bytes < disk.f_bavail * disk.f_frsize and wasted_bytes >= _LEAST_RELIEF:
-            with contextlib.suppress(OSError):
+        self._count_again_at = begun + _PART_LOOKING * (time.monotonic() - begun)
+        wasted_bytes = self.wal_bytes + self._saved_bytes - live_bytes
+        with contextlib.suppress(OSError):
+            if wasted_bytes >= _LEAST_RELIEF and relief.give_for_save(live_bytes):
                 self._save_files()
-        self._reserve.fill()
+        relief.fill()
 
     def _count_live_bytes(self) -> int:
         return sum(entry_bytes(key, entry.value) for key, entry in self.data.entries.items())
@@ -296,6 +296,7 @@ class Keyspace:
             return
         publish(self._paths.snapshot, snapshot_chunks(self.data, self.wal.next_lsn - 1))
         self.wal.truncate()
+        self._num_saves += 1
         self._saved_bytes = self._size_on_disk()
         self._saved_keys, self._counted = len(self.data.entries), (-1, 0)
 
