@@ -31,6 +31,7 @@ PION_ENGINE_TENANT               whose prefixes the engine process stores; set b
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import tempfile
@@ -182,9 +183,27 @@ class EmbeddedDefaults:
     first_client_seconds: float = 3.0
 
     def disk_budget_bytes(self, folder: Path) -> int:
-        """The disk budget for ``folder``: the cap, or a share of what is free there if less."""
+        """The disk budget for ``folder``: the cap, or a share of what is free there if less.
+
+        What the folder has already counts as free, and is always within it: a start throws
+        nothing out because others have filled the disk.
+        """
         free = shutil.disk_usage(_existing_parent(folder)).free
-        return min(self.disk_budget_cap_bytes, int(free * self.disk_budget_share))
+        return self.budget_of(free, _occupied_bytes(folder))
+
+    def budget_of(self, free: int, own: int) -> int:
+        """``disk_budget_bytes`` by what is free on the disk and what the folder has, in bytes."""
+        share = int((free + own) * self.disk_budget_share)
+        return max(1, min(self.disk_budget_cap_bytes, max(share, own)))
+
+
+def _occupied_bytes(folder: Path) -> int:
+    """What the files of a folder occupy on disk."""
+    total = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # a file may go meanwhile
+            total += path.lstat().st_blocks * 512
+    return total
 
 
 def _existing_parent(path: Path) -> Path:

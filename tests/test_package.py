@@ -136,6 +136,14 @@ def test_the_embedded_disk_budget_is_a_share_of_what_is_free_up_to_the_cap(tmp_p
     assert 0.05 * free < no_cap.disk_budget_bytes(folder) < 0.2 * free
 
 
+def test_the_embedded_disk_budget_always_holds_what_the_folder_has(tmp_path: Path) -> None:
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / "rows").write_bytes(bytes(1 << 20))
+    nothing_free = config.EmbeddedDefaults(disk_budget_share=0.0)
+    assert 1 << 20 <= nothing_free.disk_budget_bytes(tmp_path) < 2 << 20
+    assert nothing_free.disk_budget_bytes(tmp_path / "empty") == 1  # 0 would be no limit
+
+
 def test_the_socket_folder_is_private_and_its_paths_are_short_enough(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ import mlx.core as mx
 
 #: a request waits so many deadlines for others to be looked up, then it goes on without.
 MOST_DEADLINES = 10
-BUSY = "the store was busy with other requests"
+BUSY = "the store did not get to it in time"
 #: nothing between two tokens of other requests should take longer.
 BLOCKING_MS = 2.0
 MOST_TIMES = 4096

@@ -83,6 +83,8 @@ class ReadAhead:
 
     def _has_room(self, tokens: TokenIds) -> bool:
         """Whether a conversation fits, whose rows may take less in the store than in memory."""
+        if len(self._live) >= self._live.max_entries:
+            return False
         held = sum(kept.size for kept in self._kept)
         used = self._live.nbytes
         return used + (used / held * tokens.size if held else 0) <= self._most_bytes

@@ -49,6 +49,8 @@ log = logging.getLogger("pion_vllm_mlx.serve")
 MODEL_CHANGE_SECONDS = 2.0
 #: what mlx-lm's server calls the cache at the end of a reply.
 REPLY = "assistant"
+#: what is told from the start on, as nothing.
+COUNTED = ("requests", "tokens_prompt", "tokens_reused", "tokens_looked_up", "read_ahead")
 
 T = TypeVar("T")
 
@@ -259,6 +261,7 @@ class LineageCache:
             return {"pion": "disabled"}
         stored = self._store.stats() if self._store is not None else {}
         return {
+            **dict.fromkeys(COUNTED, 0),
             **stored,
             **self._counts,
             "restores": stored.get("hits", 0),

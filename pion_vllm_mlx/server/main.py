@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from pion_vllm_mlx import __version__
-from pion_vllm_mlx.config import EXIT_FOLDER_BUSY, ServerEnvironment
+from pion_vllm_mlx.config import EXIT_FOLDER_BUSY, EmbeddedDefaults, ServerEnvironment
 from pion_vllm_mlx.errors import (
     ConfigError,
     DamagedData,
@@ -77,6 +77,7 @@ def store_config(config: ServerConfig) -> StoreConfig:
         disk_budget=config.disk_budget,
         share_equal=config.share_equal,
         salvage=config.repair or config.embedded,
+        disk_allows=EmbeddedDefaults().budget_of if config.budget_follows_disk else None,
     )
 
 

@@ -104,7 +104,7 @@ def _store(server: Server) -> Iterator[Sample]:
         "row_bytes", "gauge", server.totals.sums().row_bytes, "Rows in their storage formats."
     )
     yield Sample("disk_bytes", "gauge", store.space.used_bytes(), "What the data folder takes.")
-    yield Sample("disk_budget_bytes", "gauge", store.config.disk_budget, "Its limit; 0: none.")
+    yield Sample("disk_budget_bytes", "gauge", store.space.disk_budget, "Its limit; 0: none.")
     yield Sample("wal_bytes", "gauge", wal, "Logs of rows and states since the last save.")
     yield Sample("keyspace_wal_bytes", "gauge", server.keyspace.wal_bytes, "Log of plain keys.")
     yield Sample("evictions", "counter", store.space.evictions, "Sessions evicted for room.")

@@ -372,5 +372,6 @@ def parse(argv: Sequence[str], environment: ServerEnvironment) -> tuple[ServerCo
     if fields.get("embedded"):
         defaults = EmbeddedDefaults()
         fields.setdefault("max_sessions", defaults.max_sessions)
+        fields["budget_follows_disk"] = "disk_budget" not in fields
         fields.setdefault("disk_budget", defaults.disk_budget_bytes(folder))
     return ServerConfig(**fields), notices

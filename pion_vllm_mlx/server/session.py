@@ -67,6 +67,7 @@ class ServerConfig:
     repair: bool = False
     ephemeral: bool = False
     embedded: bool = False
+    budget_follows_disk: bool = False
     export_dir: Path | None = None
     max_connections: int = 10_000
     stall_seconds: float = 30.0

@@ -19,7 +19,7 @@ from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.keyspace.sizes import entry_bytes, growth
 from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.memory.state_slots import MAX_SLOTS
-from pion_vllm_mlx.server.store.eviction import EvictionPolicy, Shortage, drop_namespace
+from pion_vllm_mlx.server.store.eviction import EvictionPolicy, PinLimits, Shortage, drop_namespace
 from pion_vllm_mlx.server.store.index import Session, group_of
 from pion_vllm_mlx.server.store.records import (
     Blocks,
@@ -69,6 +69,9 @@ class FairShare(EvictionPolicy):
     def __init__(self, inner: EvictionPolicy, sessions: Ledger) -> None:
         self._inner = inner
         self._sessions = sessions
+
+    def limit_pins(self, pins: PinLimits) -> None:
+        self._inner.limit_pins(pins)
 
     def victims(
         self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()

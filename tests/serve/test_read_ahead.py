@@ -136,13 +136,13 @@ def test_the_latest_come_first_and_what_is_too_large_is_passed_over(server: Runn
 
 
 def test_what_conversations_share_is_in_memory_with_each_of_them(server: RunningServer) -> None:
-    model, root = tiny_model("llama"), token_ids(640, 11)
-    both = [[*root, *token_ids(64, seed)] for seed in (12, 13)]
+    model, root = tiny_model("llama"), token_ids(512, 11)
+    both = [[*root, *token_ids(192, seed)] for seed in (12, 13)]
     store(server, model, "shared", *both)
     keeper = LineageStore(model, options(server, "shared"))
     together = sum(one.num_bytes for one in keeper.conversations())
     keeper.close()
-    each = together * 704 // 768
+    each = together * 704 // 896
     for preload_bytes, tiers in (
         (2 * each * 9 // 10, ["mapped", "memory"]),
         (2 * each * 11 // 10, ["memory"] * 2),
@@ -180,6 +180,30 @@ def test_the_latest_is_the_last_that_memory_gives_up(server: RunningServer) -> N
     cache.trim_to(n_bytes=cache.nbytes // 4)
     assert len(cache) == 1
     assert asked(cache, [*prompts[-1], 1])[0].tier == "memory"
+    cache.close()
+
+
+def test_no_more_conversations_are_read_than_memory_keeps(server: RunningServer) -> None:
+    model = tiny_model("llama")
+    prompts = [token_ids(100, seed) for seed in range(90, 95)]
+    store(server, model, "few", *prompts)
+    cache = LineageCache(options(server, "few"), CacheLimits(entries=2))
+    cache.attach(model, None)
+    until(lambda: not cache.stats()["reading_ahead"], "everything is read")
+    assert cache.stats()["read_ahead"] == 2 and not cache.stats()["live_evictions"]
+    for prompt in prompts[-2:]:
+        assert asked(cache, [*prompt, 1])[0].tier == "memory"
+    cache.close()
+
+
+def test_a_reply_that_was_given_up_is_not_read_beside_the_one_that_came_after(
+    server: RunningServer,
+) -> None:
+    model, prompt = tiny_model("llama"), token_ids(300, 97)
+    given_up, other = [*prompt, *token_ids(10, 1)], token_ids(200, 98)
+    store(server, model, "given up", given_up, [*prompt, *token_ids(30, 2)], other)
+    cache = started(server, model, "given up")
+    assert cache.stats()["read_ahead"] == 2
     cache.close()
 
 

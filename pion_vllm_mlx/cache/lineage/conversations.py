@@ -6,7 +6,7 @@ each segment but those that only lead to their children.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from crc32c import crc32c
@@ -17,6 +17,9 @@ from pion_vllm_mlx.cache.lineage.index import LRU_KEY, SIZES_KEY, WAY, Index, Na
 from pion_vllm_mlx.cache.lineage.locks import held
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.types import Conversation
+
+HARDLY_OWN = 8
+"""A conversation of which less than that part is its own is hardly one beside the others."""
 
 
 class Conversations:
@@ -51,14 +54,18 @@ class Conversations:
         """The tokens of the conversations that were used last, the latest first.
 
         At most ``most``, and together at most ``most_bytes``: each with the rows of all that it
-        stands on, as it would be in memory. One that is larger than what is left is passed over.
+        stands on, as it would be in memory. Passed over is one that is larger than what is left,
+        or of which hardly anything is its own: a reply that was given up, say.
         """
         used, size = self._used_and_sizes()
         segments = {one.number: one for one in self._segments(used)}
         found: list[TokenIds] = []
+        leading: dict[int, int] = {}
         for segment in filter(ends_here, segments.values()):
             if len(found) == most:
                 break
+            if (segment.end - _shared_with(leading, segment)) * HARDLY_OWN < segment.end:
+                continue
             needed = 0.0
             for number, length in _lengths(segment):
                 if number in segments:
@@ -67,6 +74,8 @@ class Conversations:
             if needed <= most_bytes:
                 most_bytes -= int(needed)
                 found.append(self._index.tokens_up_to(segment))
+                for number, length in _lengths(segment):
+                    leading[number] = max(length, leading.get(number, 0))
         return found
 
     def tokens_of(self, conversation: str) -> list[int]:
@@ -188,6 +197,16 @@ def _lengths(leaf: Segment) -> list[tuple[int, int]]:
     chain = [*leaf.up, (leaf.number, leaf.base)]
     ends = [base for _, base in chain[1:]] + [leaf.end]
     return [(number, end - base) for (number, base), end in zip(chain, ends, strict=True)]
+
+
+def _shared_with(leading: Mapping[int, int], leaf: Segment) -> int:
+    """How many tokens of a conversation lead to others, which use so many of each segment."""
+    shared = 0
+    for number, length in _lengths(leaf):
+        shared += min(length, leading.get(number, 0))
+        if leading.get(number, 0) < length:
+            break
+    return shared
 
 
 def _last_left(segment: Segment) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from pion_vllm_mlx.cache.lineage.budget import OverBudget
 from pion_vllm_mlx.cache.lineage.counters import Counters
@@ -20,12 +21,17 @@ MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError
 """What records and files that only another program can have written may end in."""
 
 
+SILENT_SECONDS = 60.0
+"""How long nothing is said of a store that is still not there."""
+
+
 class Faults:
     """The faults of one store. Any thread."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._warned = False
+        self._silent_until = 0.0
         self._refusal = ""
 
     @property
@@ -45,7 +51,11 @@ class Faults:
         """There is no store at present."""
         self._counters.add("unavailable", why=str(error))
         advice = what_helps(error)
-        level = logging.INFO if self._warned else logging.WARNING
+        now = time.monotonic()
+        again = logging.INFO if now >= self._silent_until else logging.DEBUG
+        level = again if self._warned else logging.WARNING
+        if level != logging.DEBUG:
+            self._silent_until = now + SILENT_SECONDS
         self._warned = True
         log.log(level, "no prefix store: %s", f"{error}; {advice}" if advice else error)
 

@@ -23,7 +23,7 @@ from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.shape import Shape
 from pion_vllm_mlx.cache.lineage.stored import Stored
 from pion_vllm_mlx.cache.lineage.tokens import Tokens, token_ids
-from pion_vllm_mlx.cache.lineage.types import KeepKind, LineageOptions
+from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.lineage.writer import Writer
 from pion_vllm_mlx.errors import UnsupportedCache
 
@@ -31,7 +31,6 @@ from pion_vllm_mlx.errors import UnsupportedCache
 class Kept(Stored):
     """What a store of one model is given to keep; one that bypasses keeps nothing."""
 
-    options: LineageOptions
     _back: LineageClient
     _writer: Writer
     _shape: Shape

@@ -5,12 +5,14 @@ Nothing here touches an array: no engine is needed, and none is held up.
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.connection import info_fields
 from pion_vllm_mlx.cache.lineage.background import Background, Task
 from pion_vllm_mlx.cache.lineage.branching import Branching
-from pion_vllm_mlx.cache.lineage.client import CONNECT_SECONDS, LineageClient
+from pion_vllm_mlx.cache.lineage.client import CONNECT_SECONDS, LineageClient, as_int
 from pion_vllm_mlx.cache.lineage.conversations import Conversations
 from pion_vllm_mlx.cache.lineage.counters import Counters
 from pion_vllm_mlx.cache.lineage.explain import explain
@@ -20,13 +22,16 @@ from pion_vllm_mlx.cache.lineage.matching import Rules
 from pion_vllm_mlx.cache.lineage.model_key import Key
 from pion_vllm_mlx.cache.lineage.recent import Recent
 from pion_vllm_mlx.cache.lineage.tokens import Tokens, token_ids
-from pion_vllm_mlx.cache.lineage.types import Conversation, Explanation
+from pion_vllm_mlx.cache.lineage.types import Conversation, Explanation, LineageOptions
 from pion_vllm_mlx.errors import PionError, StoreUnavailable
+
+log = logging.getLogger("pion_vllm_mlx")
 
 
 class Stored:
     """What a store of one model holds; a store that bypasses holds nothing."""
 
+    options: LineageOptions
     _front: LineageClient
     _back: LineageClient
     _background: Background
@@ -49,6 +54,7 @@ class Stored:
         except PionError as error:
             self._faults.unavailable(error)
             return False
+        self._tell_of_a_small_disk()
         return True
 
     def recheck(self, tokens: Tokens) -> None:
@@ -135,6 +141,22 @@ class Stored:
         return names.member(number)
 
     # -- inside ---------------------------------------------------------------
+
+    def _tell_of_a_small_disk(self) -> None:
+        """Says where the server keeps to less of the disk than conversations may take."""
+        names = self._key.names
+        try:
+            (reply,) = self._front.demand(names.route, [("INFO", "persistence")])
+        except PionError:  # a tenant may not ask
+            return
+        allowed = as_int(info_fields(reply).get("disk_budget_bytes"), 0)
+        if 0 < allowed < self.options.budget_bytes:
+            log.warning(
+                "the store's server keeps to %d MB of the disk, of the %d MB that conversations "
+                "may take: free some, or start one with a --disk-budget of its own",
+                allowed // 10**6,
+                self.options.budget_bytes // 10**6,
+            )
 
     def _recheck(self, names: Names, ids: TokenIds, rows: int) -> None:
         """Forgets what it knew of a prompt of which ``rows`` tokens should be stored."""

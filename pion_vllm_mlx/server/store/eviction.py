@@ -32,6 +32,10 @@ class EvictionPolicy(ABC):
         Called under the write lock; must not change the state. Good until the next record.
         """
 
+    @abstractmethod
+    def limit_pins(self, pins: PinLimits) -> None:
+        """Pins protect so much from now on."""
+
 
 @dataclass(frozen=True)
 class PinLimits:
@@ -85,6 +89,9 @@ class LeastRecentlyUsed(EvictionPolicy):
 
     def __init__(self, pins: PinLimits | None = None) -> None:
         self.pins = pins or PinLimits()
+
+    def limit_pins(self, pins: PinLimits) -> None:
+        self.pins = pins
 
     def victims(
         self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()

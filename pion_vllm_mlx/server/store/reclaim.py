@@ -36,7 +36,7 @@ class Reclaimer:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._sharer = Sharer(store)
-        budget = store.config.disk_budget
+        budget = store.space.disk_budget
         # for a moment what is copied is there twice
         part = max(_LEAST_STEP_BYTES, budget // 64) if budget else STEP_BYTES
         self._step_bytes = min(STEP_BYTES, part)

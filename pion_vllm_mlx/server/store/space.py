@@ -49,6 +49,8 @@ class Space:
     prefixes were evicted; the next save gives them back. ``spare`` deletes one file that can
     be made again; False when there is none. ``wasted``: bytes of what counts beside prefixes
     that a save of it gives back. ``workers`` share the disk, and have a budget like this each.
+    ``disk_allows`` says what the budget grows to, by what is free and by our own bytes, when it
+    is short: others may have given back what was theirs when it was set.
     """
 
     state: State
@@ -61,6 +63,7 @@ class Space:
     spare: Callable[[], bool] = lambda: False
     wasted: Callable[[], int] = lambda: 0
     workers: int = 1
+    disk_allows: Callable[[int, int], int] | None = None
     evictions: int = 0
     owed: int = 0
     _granted: int = field(default=0, repr=False)
@@ -80,8 +83,17 @@ class Space:
         """Bytes that have to go before ``nbytes`` more fit; not positive when they fit."""
         if not self.disk_budget:
             return 0
-        over = self.used_bytes() - self.disk_budget
+        used = self.used_bytes()
+        if self.disk_allows is not None and used + nbytes > self.disk_budget:
+            self._grow(self.disk_allows(self._free(), used))
+        over = used - self.disk_budget
         return nbytes + max(over, self._left_free() - self._free()) - self.owed
+
+    def _grow(self, disk_budget: int) -> None:
+        if disk_budget > self.disk_budget:
+            self.disk_budget = disk_budget
+            self.pin_limits = PinLimits.half_of(self.max_sessions, disk_budget)
+            self.policy.limit_pins(self.pin_limits)
 
     def _free(self) -> int:
         return shutil.disk_usage(self.segments.path).free

@@ -64,6 +64,8 @@ class StoreConfig:
     disk_budget: int = 0
     share_equal: bool = True
     salvage: bool = False
+    #: how large a disk budget the disk allows, by what is free there and by our own bytes
+    disk_allows: Callable[[int, int], int] | None = None
 
 
 @dataclass
@@ -113,6 +115,7 @@ class Store:
             pins,
             use,
             workers=config.workers,
+            disk_allows=config.disk_allows,
         )
         self.space.disk_bytes()  # looks at every file, while nobody waits
         self.vstore_wal = found.vstore_wal
