@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
@@ -157,13 +158,16 @@ class Launcher:
 
     def _turn(self, woken: socket.socket) -> None:
         """Wait for something to happen to a worker, and see to it."""
-        due = min(self.waiting.values(), default=None)
-        timeout = None if due is None else max(0.0, due - time.monotonic())
+        dues = [*self.waiting.values(), *(one.due for one in self.down.values())]
+        due = min(dues, default=math.inf)
+        timeout = max(0.0, due - time.monotonic()) if due < math.inf else None
         pipes = [child.ready for child in self.children.values() if child.ready >= 0]
         doors = {sock.fileno(): (sock, one) for one in self.down.values() for sock in one.sockets}
         readable, _, _ = select.select([woken.fileno(), *pipes, *doors], [], [], timeout)
         for sock, stand_in in (doors[door] for door in readable if door in doors):
             stand_in.attend(sock)
+        for stand_in in self.down.values():
+            stand_in.tidy(time.monotonic())
         with contextlib.suppress(BlockingIOError):
             while woken.recv(4096):
                 pass
