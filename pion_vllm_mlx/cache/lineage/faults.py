@@ -72,7 +72,8 @@ class Faults:
         if isinstance(error, StoreUnavailable):
             self.unavailable(error)
         elif name in ("failed", "over_budget"):
-            again = logging.DEBUG if name == "over_budget" else logging.INFO
+            why = str(error) or type(error).__name__
+            again = logging.DEBUG if name == "over_budget" or why == self._refusal else logging.INFO
             level = again if self._refusal else logging.WARNING
-            self._refusal = str(error) or type(error).__name__
+            self._refusal = why
             log.log(level, "a prefix was not stored: %s", self._refusal)
