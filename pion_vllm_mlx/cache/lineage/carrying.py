@@ -6,8 +6,9 @@ begins anew there. What it shared with it is read back, proved, and written agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 from crc32c import crc32c
@@ -66,13 +67,10 @@ class SharedRows:
         table = _table(self.blob, self.run, leaf.heads, self.size)
         return np.ascontiguousarray(table[:, start - self.start : end - self.start]).reshape(-1)
 
-    def read(self, client: LineageClient, heads: int) -> SharedRows:
-        """The same with the bytes. Raises DamagedData, StoreUnavailable."""
-        run, first = self.run, self.run.start + self.base
-        blob = client.fetch_range(self.namespace, run, run.rows * self.size)
-        if blob is None or blob.nbytes != run.rows * self.size or crc32c(blob.data) != run.crc:
-            raise DamagedData(f"{self.namespace}: leaf {run.layer} {run.side} does not verify")
-        mine = _table(blob, run, heads, self.size)[:, self.start - first : self.end - first]
+    def out_of(self, run: Bytes, heads: int) -> SharedRows:
+        """The same with the bytes, of those of the whole run."""
+        first = self.run.start + self.base
+        mine = _table(run, self.run, heads, self.size)[:, self.start - first : self.end - first]
         return replace(self, blob=mine.copy().reshape(-1))
 
 
@@ -107,11 +105,29 @@ def shared_rows(captured: Captured, start: int, chain: Iterable[SharedWith]) -> 
 
 
 def read_rows(
-    client: LineageClient, rows: Sequence[SharedRows], leaves: Sequence[LeafSpec]
+    client: LineageClient,
+    rows: Iterable[SharedRows],
+    leaves: Sequence[LeafSpec],
+    at_work: Callable[[], None],
 ) -> Iterator[SharedRows]:
-    """The rows with their bytes. Raises DamagedData, StoreUnavailable."""
-    for one in rows:
-        yield one.read(client, leaves[one.layer].heads)
+    """The rows with their bytes; ``at_work`` is called before each run, which is read once.
+
+    Raises DamagedData, StoreUnavailable.
+    """
+    for (namespace, run), spans in groupby(rows, key=lambda one: (one.namespace, one.run)):
+        at_work()
+        mine = list(spans)
+        blob = _fetched(client, namespace, run, mine[0].size)
+        for one in mine:
+            yield one.out_of(blob, leaves[one.layer].heads)
+
+
+def _fetched(client: LineageClient, namespace: str, run: Run, size: int) -> Bytes:
+    """The bytes of a run of rows of ``size``, proved. Raises DamagedData, StoreUnavailable."""
+    blob = client.fetch_range(namespace, run, run.rows * size)
+    if blob is None or blob.nbytes != run.rows * size or crc32c(blob.data) != run.crc:
+        raise DamagedData(f"{namespace}: leaf {run.layer} {run.side} does not verify")
+    return blob
 
 
 def _captured(captured: Captured, run: Run) -> tuple[tuple[int, int], ...]:

@@ -7,8 +7,9 @@ is bytes: no MLX stream is needed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from crc32c import crc32c
@@ -64,6 +65,7 @@ RUN_BYTES = 256 << 20
 """A longer run is cut: one bulk string has to stay under the server's limit."""
 
 _Planned = tuple[Job, list[Target]]
+_AtWork = Callable[[], None]
 
 
 class Writer:
@@ -124,7 +126,7 @@ class Writer:
             found = index.find(job.tokens, whole=True)
             targets = self._targets(job, found)
         if targets:
-            job, targets = self._with_room(job, found, targets)
+            job, targets = self._with_room(job, found, targets, lock)
             self._fill(job, targets, lock)
         else:
             Publisher(self._client, job.names).touch([one.number for one in found.chain])
@@ -154,7 +156,7 @@ class Writer:
 
     # -- room ---------------------------------------------------------------------
 
-    def _with_room(self, job: Job, found: Found, targets: list[Target]) -> _Planned:
+    def _with_room(self, job: Job, found: Found, targets: list[Target], lock: TreeLock) -> _Planned:
         """The job and its targets, once there is room for them.
 
         Where there is none beside the conversations that the prompt left, it begins anew behind
@@ -163,13 +165,16 @@ class Writer:
         """
         budget = Budget(self._client, job.names, self._budget_bytes, self._gauge)
         try:
-            return self._room(job, found, targets, budget)
+            at_work = partial(renew, self._client, job.names, lock)
+            return self._room(job, found, targets, budget, at_work)
         except OverBudget as error:
             raise OverBudget(f"{job.length:,} tokens: {error}") from error
         finally:
             self._counters.add("evicted", budget.evicted)
 
-    def _room(self, job: Job, found: Found, targets: list[Target], budget: Budget) -> _Planned:
+    def _room(
+        self, job: Job, found: Found, targets: list[Target], budget: Budget, at_work: _AtWork
+    ) -> _Planned:
         stays = _what_stays(found)
         try:
             budget.make_room(needed_bytes(job, targets), _numbers(found))
@@ -177,11 +182,13 @@ class Writer:
         except OverBudget:
             if stays == found:
                 raise
-        job = self._behind(job, stays, found, budget)
+        job = self._behind(job, stays, found, budget, at_work)
         index = Index(self._client, job.names)
         return job, self._targets(job, index.find(job.tokens, whole=True))
 
-    def _behind(self, job: Job, stays: Found, found: Found, budget: Budget) -> Job:
+    def _behind(
+        self, job: Job, stays: Found, found: Found, budget: Budget, at_work: _AtWork
+    ) -> Job:
         """The job with the rows that it needs behind ``stays``, once there is room for those."""
         captured = job.captured
         shared = shared_rows(captured, stays.common, self._records_behind(job, stays, found))
@@ -189,11 +196,13 @@ class Writer:
         needed = needed_bytes(anew, targets_of(anew, stays))
         budget.make_room(needed, _numbers(stays), only_try=True)
         try:
-            rows = [*read_rows(self._client, shared, captured.leaves), *captured.rows]
+            read = list(read_rows(self._client, shared, captured.leaves, at_work))
         except DamagedData as error:
             raise Lost(str(error)) from error
+        at_work()
         budget.make_room(needed, _numbers(stays))
-        return replace(job, captured=replace(captured, rows=rows))
+        at_work()
+        return replace(job, captured=replace(captured, rows=[*read, *captured.rows]))
 
     def _records_behind(self, job: Job, stays: Found, found: Found) -> Iterator[SharedWith]:
         """Those of the segments that a prompt agrees with behind ``stays``."""
