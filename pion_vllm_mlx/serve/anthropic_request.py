@@ -34,7 +34,12 @@ def chat_body(body: Json, *, normalize: bool = True, counting: bool = False) -> 
     if not messages:
         raise bad_request("messages: at least one message is required")
     for position, message in enumerate(messages):
+        last = position == len(messages) - 1
+        if message.get("content") == [] and not (last and message.get("role") == "assistant"):
+            raise bad_request(f"messages.{position}.content: at least one block is required")
         _add_message(conversation, message, f"messages.{position}.")
+    if all(message["role"] == "system" for message in conversation.messages):
+        raise bad_request("messages: at least one message with content is required")
     out: Json = {"model": MODEL, "messages": conversation.messages}
     if limit is not None:
         out["max_tokens"] = limit

@@ -112,12 +112,15 @@ def _common(body: Json) -> Json:
         if body.get(name) not in (None, MODEL):
             raise bad_request(f"{name} cannot be chosen by a request: see serve's {flag}")
     seed = checks.seed(body, "seed")
+    limit = checks.count(body, "max_completion_tokens", least=0)
     # Absent and null mean the same, but not to every engine.
     given = {name: value for name, value in body.items() if value is not None}
     if seed is not None:
         given["seed"] = seed
     if stops:
         given["stop"] = stops  # vllm-mlx takes no single one
+    if limit is not None:
+        given["max_tokens"] = given.pop("max_completion_tokens")  # the name that engines know
     return {**given, "model": MODEL}
 
 

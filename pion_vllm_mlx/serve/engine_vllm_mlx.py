@@ -28,6 +28,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend import (
     uninstall_vllm_mlx_backend,
 )
 from pion_vllm_mlx.errors import PionError
+from pion_vllm_mlx.serve.batch_processors import keep_processors
 from pion_vllm_mlx.serve.engine_child import (
     EngineLink,
     leave_requests_to_front,
@@ -36,6 +37,7 @@ from pion_vllm_mlx.serve.engine_child import (
     watch_lifeline,
 )
 from pion_vllm_mlx.serve.engine_vllm_mlx_app import EngineLayer
+from pion_vllm_mlx.serve.engine_vllm_mlx_refusals import check_server
 from pion_vllm_mlx.serve.engine_vllm_mlx_stops import StopLayer, patch_stops
 from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
 from pion_vllm_mlx.serve.store_options import store_options
@@ -111,7 +113,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     watch_lifeline(parsed.link)
     try:
         install_vllm_mlx_backend(settings=settings(parsed))
-        stops = patch_stops()
+        check_server()
+        patches = [keep_processors(), patch_stops()]
     except PionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -120,7 +123,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         _serve(parsed)
     finally:
-        stops.undo()
+        for patch in reversed(patches):
+            patch.undo()
         uninstall_vllm_mlx_backend()
     return 0
 

@@ -23,10 +23,15 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_usage import (
 )
 from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
 from pion_vllm_mlx.serve.engine_mlx_lm_sampling import refuse_foreign_tokens, vocabulary_of
+from pion_vllm_mlx.serve.engine_vllm_mlx_refusals import (
+    model_sees,
+    refuse_ignored,
+    refuse_parts,
+)
 from pion_vllm_mlx.serve.explained import explained
 
 STATS, COUNT, EXPLAIN = "/v1/pion/stats", "/v1/pion/count_tokens", "/v1/pion/explain"
-CHAT = "/v1/chat/completions"
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 Scope = Any
 Said = list[Message]
@@ -59,20 +64,19 @@ class EngineLayer:
             await self._count(scope, receive, send)
         elif asked == ("POST", EXPLAIN):
             await self._explain(scope, receive, send)
-        elif asked == ("POST", CHAT):
-            await self._chat(scope, receive, send)
+        elif asked in (("POST", CHAT), ("POST", COMPLETIONS)):
+            await self._generate(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    async def _chat(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """vllm-mlx's own, but for what the step of every request would fail on."""
+    async def _generate(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """vllm-mlx's own, but for what it ignores, or the step of every request fails on."""
         body = await body_of(receive)
-        if b'"logit_bias"' in body:
-            try:
-                refuse_foreign_tokens(biased_tokens(body), vocabulary())
-            except ValueError as error:
-                await answer(send, 400, {"error": str(error)})
-                return
+        try:
+            refuse(body, chat=scope["path"] == CHAT)
+        except ValueError as error:
+            await answer(send, 400, {"error": str(error)})
+            return
         await self._app(scope, replayed(body, receive), send)
 
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -104,6 +108,11 @@ class EngineLayer:
             asked = None
         if not isinstance(asked, dict):
             await answer(send, 400, {"error": "the body must be a JSON object"})
+            return None
+        try:
+            refuse_parts(asked, sees=model_sees())
+        except ValueError as error:
+            await answer(send, 400, {"error": str(error)})
             return None
         found, said = await render(self._app, scope, {"model": self._model, **asked})
         if found is None:
@@ -221,12 +230,25 @@ def replayed(body: bytes, receive: Receive) -> Receive:
     return again
 
 
-def biased_tokens(body: bytes) -> list[int]:
+def refuse(body: bytes, *, chat: bool) -> None:
+    """Raises ValueError for what of a request vllm-mlx takes, and should not have."""
+    try:
+        asked = json.loads(body)
+    except ValueError:
+        return  # vllm-mlx says so itself
+    if not isinstance(asked, dict):
+        return
+    sees = model_sees()
+    refuse_parts(asked, sees=sees)
+    refuse_ignored(asked, chat=chat, sees=sees)
+    refuse_foreign_tokens(biased_tokens(asked), vocabulary())
+
+
+def biased_tokens(asked: dict[str, Any]) -> list[int]:
     """The token ids that a chat body biases; none where vllm-mlx refuses it itself."""
     try:
-        biases = json.loads(body).get("logit_bias")
-        return [int(token) for token in biases or {}]
-    except (ValueError, TypeError, AttributeError):
+        return [int(token) for token in asked.get("logit_bias") or {}]
+    except (ValueError, TypeError):
         return []
 
 

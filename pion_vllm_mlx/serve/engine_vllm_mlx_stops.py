@@ -18,10 +18,14 @@ from typing import Any
 
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import Replacements, Seam, check
 from pion_vllm_mlx.cache.vllm_mlx_backend_usage import App, Message, Receive, Send
-from pion_vllm_mlx.serve.engine_vllm_mlx_app import CHAT, body_of, replayed
+from pion_vllm_mlx.serve.engine_vllm_mlx_app import (
+    CHAT,
+    COMPLETIONS,
+    body_of,
+    replayed,
+)
 from pion_vllm_mlx.serve.pieces import STOPPED_BY
 
-COMPLETIONS = "/v1/completions"
 STREAM_OUTPUTS = Seam(
     "vllm_mlx.engine_core", "EngineCore.stream_outputs", ("self", "request_id", "timeout")
 )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, NoReturn
 
 from pion_vllm_mlx import config
 from pion_vllm_mlx.serve.engine_process import EngineCommand
@@ -91,7 +93,7 @@ class ServeOptions:
 
 def model_named(words: Sequence[str]) -> str | None:
     """The value of ``--model`` among an engine's flags; None where it is not plain."""
-    for word, following in zip(words, (*words[1:], ""), strict=True):
+    for word, following in zip(words, [*words, ""][1:], strict=True):
         if word == "--model" and following:
             return following
         if word.startswith("--model="):
@@ -99,9 +101,29 @@ def model_named(words: Sequence[str]) -> str | None:
     return None
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what a word was to be, where argparse has but the name of the function it asked."""
+
+    _WANTED: ClassVar[dict[str, str]] = {
+        "_port": "port",
+        "port": "port",
+        "_seconds": "number of seconds",
+        "_gigabytes": "number of gigabytes",
+        "_count": "whole number",
+    }
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse's."""
+        found = re.search(r"invalid (\w+) value: (.*)$", message, re.DOTALL)
+        wanted = self._WANTED.get(found[1]) if found else None
+        if found and wanted:
+            message = f"{message[: found.start()]}{found[2]} is no {wanted}"
+        super().error(message)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of serve's own flags; ``--help`` is handled apart, see ``print_help``."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="pion-vllm-mlx serve",
         usage="%(prog)s [flags] [the engine's flags]",
         description="OpenAI- and Anthropic-compatible endpoints over a local model, whose "
@@ -172,10 +194,7 @@ def parse(arguments: Sequence[str]) -> ServeOptions | None:
         parser.error("--api-key must not be empty")
     if api_key is None and not is_loopback(known.host):
         parser.error(f"--host {known.host} is open to the network: give an --api-key")
-    if known.engine == "mlx-lm" and not any(
-        word == "--model" or word.startswith("--model=") for word in rest
-    ):
-        parser.error("name the model: --model PATH_OR_REPOSITORY")
+    _refuse_no_model(parser, known.engine, rest)
     named = _named_model(known.engine, rest)
     if named is not None and (why := why_no_model(named)) is not None:
         parser.error(why)
@@ -194,6 +213,17 @@ def parse(arguments: Sequence[str]) -> ServeOptions | None:
         pion=PionFlags.from_options(known),
         engine_arguments=tuple(rest),
     )
+
+
+def _refuse_no_model(parser: argparse.ArgumentParser, engine: str, rest: Sequence[str]) -> None:
+    """Exits with code 2 where nothing among the engine's words can be a model."""
+    flags = {word.partition("=")[0] for word in rest}
+    if engine == "mlx-lm" and "--model" not in flags:
+        parser.error("name the model: --model PATH_OR_REPOSITORY")
+    # The words behind vllm-mlx's flags may be a flag's or the model: it sees to those itself.
+    words = [word for word in rest if not word.startswith("-")]
+    if engine == "vllm-mlx" and not words and not flags & {"--model", "--models-config"}:
+        parser.error("name the model: serve --engine vllm-mlx PATH_OR_REPOSITORY")
 
 
 def _named_model(engine: str, rest: Sequence[str]) -> str | None:

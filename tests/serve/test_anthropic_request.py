@@ -139,6 +139,13 @@ def test_thinking_is_passed_to_the_template(kind: str, enabled: bool) -> None:
     assert body["chat_template_kwargs"] == {"enable_thinking": enabled}
 
 
+def test_the_last_turn_of_a_model_that_has_not_begun_may_be_empty() -> None:
+    sent = chat_body(ask(("user", "hi"), ("assistant", [])))["messages"]
+    assert sent == [{"role": "user", "content": "hi"}]
+    with pytest.raises(ApiError, match="messages.1.content"):
+        chat_body(ask(("user", "hi"), ("assistant", []), ("user", "go on")))
+
+
 def test_counting_needs_no_limit() -> None:
     body = ask(("user", "hi"))
     del body["max_tokens"]
@@ -154,6 +161,9 @@ def test_counting_needs_no_limit() -> None:
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages.0.content"),
+        ({"messages": [{"role": "assistant", "content": []}]}, "messages"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "messages"),
         ({"messages": [{"role": "robot", "content": ""}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "video"),
         ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, "type"),

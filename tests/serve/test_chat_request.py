@@ -35,6 +35,15 @@ def test_stop_sequences_are_a_list_for_the_engine(stop: Any, words: Any) -> None
     assert completion_body({"prompt": "x", "stop": stop}).get("stop") == words
 
 
+@pytest.mark.parametrize("more", [{}, {"max_tokens": None}, {"max_tokens": 9}])
+def test_the_newer_name_of_the_limit_is_told_to_the_engine_by_the_older(more: Json) -> None:
+    asked = {"max_completion_tokens": 3, **more}
+    for body in (chat_body({"messages": [HI], **asked}), completion_body({"prompt": "x", **asked})):
+        assert body["max_tokens"] == 3
+        assert "max_completion_tokens" not in body
+    assert chat_body({"messages": [HI], "max_tokens": 9})["max_tokens"] == 9
+
+
 def test_system_messages_are_normalized_in_both_forms_and_others_are_not() -> None:
     parts = [{"type": "text", "text": f"{HEADER}\na"}, {"type": "text", "text": "b"}]
     messages = [

@@ -82,6 +82,10 @@ def test_a_storage_format_has_one_name() -> None:
         (["--pion-attend", "--engine", "vllm-mlx"], "--engine vllm-mlx"),
         (["--engine", "other"], "--engine"),
         (["--log-level", "loud"], "--log-level"),
+        (["--port", "x"], "--port: 'x' is no port"),
+        (["--unload-after", "x"], "--unload-after: 'x' is no number of seconds"),
+        (["--pion-preload-gb", "x"], "--pion-preload-gb: 'x' is no number of gigabytes"),
+        (["--durable", "x"], "--durable: 'x' is no whole number"),
     ],
 )
 def test_a_wrong_use_exits_2_and_says_why(
@@ -97,10 +101,31 @@ def test_a_wrong_use_exits_2_and_says_why(
     assert reason in capsys.readouterr().err
 
 
-def test_a_model_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        options.parse(["--temp", "0"])
-    assert "--model" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "how"),
+    [
+        (["--temp", "0"], "--model"),
+        (["--engine", "vllm-mlx"], "--engine vllm-mlx PATH"),
+        (["--engine", "vllm-mlx", "--pion-budget-gb", "8"], "--engine vllm-mlx PATH"),
+        (["--engine", "vllm-mlx", "--continuous-batching"], "--engine vllm-mlx PATH"),
+    ],
+)
+def test_a_model_must_be_named(
+    words: list[str], how: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        options.parse(words)
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert "name the model" in said and how in said
+
+
+@pytest.mark.parametrize("words", [["--models-config", "F"], ["--models-config=F"]])
+def test_models_may_be_named_in_a_file_of_vllm_mlx_s(words: list[str]) -> None:
+    found = options.parse(["--engine", "vllm-mlx", *words])
+    assert found is not None
+    assert found.engine_arguments == tuple(words)
+    assert found.command().model == "default_model"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "[::1]", "localhost"])

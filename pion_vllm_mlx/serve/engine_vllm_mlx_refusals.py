@@ -1,0 +1,86 @@
+"""What vllm-mlx would ignore of a request, refused by its name.
+
+vllm-mlx takes fields that it does not know, and some that its batching engine does nothing with:
+the reply would be another than was asked for, and nobody would be told.  A value that changes
+nothing passes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pion_vllm_mlx.cache.vllm_mlx_backend_seams import Seam, check
+
+Json = dict[str, Any]
+
+GET_ENGINE = Seam("vllm_mlx.server", "get_engine", ())
+#: types of a message's parts that vllm-mlx reads: those of any model, and of one that sees
+_TEXT = frozenset({"text"})
+_MEDIA = frozenset({"image_url", "image", "video_url", "video", "audio_url", "audio"})
+#: what mlx-lm looks back at for penalties, and vllm-mlx leaves as it is
+_CONTEXT_TOKENS = 20
+
+
+def check_server() -> None:
+    """Raises PionMlxCompatError where the server cannot be asked what its model reads."""
+    check([GET_ENGINE])
+
+
+def model_sees() -> bool:
+    """Whether the model may read more than text; True where several are served, or none yet."""
+    from fastapi import HTTPException
+    from vllm_mlx import server
+
+    if vars(server).get("_model_manager") is not None:
+        return True
+    try:
+        return bool(server.get_engine().is_mllm)
+    except HTTPException:
+        return True
+
+
+def refuse_ignored(asked: Json, *, chat: bool, sees: bool) -> None:
+    """Raises ValueError that names a setting of a body which would be ignored.
+
+    ``chat``: it is for the chat endpoint; ``sees``: see ``model_sees``.
+    """
+    greedy = asked.get("temperature") == 0
+    if asked.get("seed") is not None and not greedy:
+        _refuse("seed", "this engine draws all replies from one stream of random numbers")
+    if _changes(asked, "frequency_penalty"):
+        _refuse("frequency_penalty")
+    if _changes(asked, "xtc_probability") and not greedy:
+        _refuse("xtc_probability")
+    if asked.get("repetition_penalty") not in (None, 0, 1):
+        if asked.get("repetition_context_size") not in (None, _CONTEXT_TOKENS):
+            _refuse("repetition_context_size", f"this engine always has {_CONTEXT_TOKENS}")
+    biases = asked.get("logit_bias")
+    if not chat and isinstance(biases, dict) and any(biases.values()):
+        _refuse("logit_bias", "this engine has it for chat requests alone")
+    if sees:
+        return
+    if asked.get("top_k") not in (None, 0, -1) and not greedy:
+        _refuse("top_k")
+    if _changes(asked, "presence_penalty"):
+        _refuse("presence_penalty")
+
+
+def refuse_parts(asked: Json, *, sees: bool) -> None:
+    """Raises ValueError that names a part of a message which would be left out of the prompt."""
+    known = _TEXT | _MEDIA if sees else _TEXT
+    messages = asked.get("messages")
+    for position, message in enumerate(messages if isinstance(messages, list) else ()):
+        content = message.get("content") if isinstance(message, dict) else None
+        for index, part in enumerate(content if isinstance(content, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(kind, str) or kind not in known:
+                where = f"messages[{position}].content[{index}]"
+                raise ValueError(f"{where}: parts of type {kind!r} cannot be read by this model")
+
+
+def _changes(asked: Json, name: str) -> bool:
+    return bool(asked.get(name))
+
+
+def _refuse(name: str, why: str = "this engine ignores it") -> None:
+    raise ValueError(f"{name}: {why}")

@@ -1,0 +1,139 @@
+"""With vllm-mlx a setting is heeded, for its own request alone, or refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm_mlx", reason="vllm-mlx is not installed: make test-vllm-mlx")
+
+from pion_vllm_mlx.serve.engine_vllm_mlx_refusals import refuse_ignored, refuse_parts  # noqa: E402
+from tests.serve.front import Front, running_front  # noqa: E402
+from tests.serve.tiny_folder import make_folder  # noqa: E402
+
+Json = dict[str, Any]
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+HI = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello"}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+#: a token that the model never says by itself
+T = 90
+
+
+@pytest.fixture(scope="module")
+def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
+    folder = tmp_path_factory.mktemp("settings")
+    model = make_folder(folder / "model", "llama")
+    words = ["--engine", "vllm-mlx", "--model", str(model), "--no-pion"]
+    engine = "pion_vllm_mlx.serve.engine_vllm_mlx"
+    with running_front(folder, *words, engine=engine) as running:
+        yield running
+
+
+def ask(front: Front, path: str = CHAT, **asked: Any) -> tuple[int, Json]:
+    given = {"max_tokens": 8, "temperature": 0, **HI, **asked}
+    return front.request(path, {name: value for name, value in given.items() if value is not None})
+
+
+def said(front: Front, **asked: Any) -> str:
+    status, body = ask(front, **asked)
+    assert status == 200, body
+    return str(body["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_either_name_of_the_limit_ends_a_reply(front: Front, path: str) -> None:
+    for limits in ({"max_tokens": None}, {"max_tokens": 6}):
+        status, body = ask(front, path, **limits, max_completion_tokens=3)
+        assert (status, body["usage"]["completion_tokens"]) == (200, 3)
+        assert body["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "named"),
+    [
+        (CHAT, {"temperature": 1, "seed": 7}, "seed"),
+        (CHAT, {"temperature": None, "seed": 7}, "seed"),
+        (CHAT, {"temperature": 1, "top_k": 1}, "top_k"),
+        (MESSAGES, {"temperature": 1, "top_k": 5}, "top_k"),
+        (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
+        (COMPLETIONS, {"presence_penalty": -1}, "presence_penalty"),
+        (COMPLETIONS, {"logit_bias": {"90": 100}}, "logit_bias"),
+        (CHAT, {"temperature": 1, "xtc_probability": 0.5}, "xtc_probability"),
+        (CHAT, {"repetition_penalty": 1.2, "repetition_context_size": 64}, "context_size"),
+        (CHAT, {"max_completion_tokens": "3"}, "max_completion_tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "content[0]: parts of type"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "zzz"}]}]}, "'zzz'"),
+        ("/v1/pion/explain", {"messages": [{"role": "user", "content": [IMAGE]}]}, "'image_url'"),
+    ],
+)
+def test_what_the_engine_would_ignore_is_refused_by_its_name(
+    front: Front, path: str, more: Json, named: str
+) -> None:
+    status, body = ask(front, path, **more)
+    assert status == 400
+    assert named in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"seed": 7},
+        {"top_k": 5},
+        {"temperature": 1, "top_k": 0, "min_p": 1.0},
+        {"temperature": 1, "top_k": -1, "min_p": 1.0},
+        {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1},
+        {"logit_bias": {}, "xtc_probability": 0, "top_p": 1},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]},
+    ],
+)
+def test_what_changes_nothing_is_taken(front: Front, more: Json) -> None:
+    assert said(front, **more) == said(front)
+
+
+def test_biases_and_penalties_are_those_of_their_own_request_whatever_came_before(
+    front: Front,
+) -> None:
+    plain = said(front)
+    biased = said(front, logit_bias={str(T): 100})
+    assert len(set(biased)) == 1 and biased != plain
+    punished = said(front, repetition_penalty=5.0)
+    assert punished not in (plain, biased)
+    for _ in range(2):
+        assert said(front) == plain
+        assert said(front, repetition_penalty=5.0) == punished
+        assert said(front, logit_bias={str(T): 100}) == biased
+
+
+def test_biases_and_penalties_are_those_of_their_own_request_whatever_runs_beside(
+    front: Front,
+) -> None:
+    long = {"role": "user", "content": "hello " * 900}  # is in its prefill when others come
+    kinds: list[Json] = [{}, {"logit_bias": {str(T): 100}}, {"repetition_penalty": 5.0}]
+    asked = [{**kind, **more} for more in ({}, {"messages": [long]}) for kind in kinds] * 2
+    alone = [said(front, **one) for one in asked]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda one: said(front, **one), asked)) == alone
+
+
+@pytest.mark.parametrize(("path", "content"), [(MESSAGES, []), (CHAT, None)])
+def test_a_message_of_nothing_is_no_fault_of_the_engine(
+    front: Front, path: str, content: list[Json] | None
+) -> None:
+    status, _ = ask(front, path, messages=[{"role": "user", "content": content}])
+    assert status == (400 if path == MESSAGES else 200)
+
+
+def test_a_model_that_sees_reads_images_and_has_settings_of_its_own() -> None:
+    seen = {"messages": [{"role": "user", "content": [IMAGE]}], "top_k": 5, "temperature": 1}
+    refuse_parts(seen, sees=True)
+    refuse_ignored({**seen, "presence_penalty": 1.0}, chat=True, sees=True)
+    for wrong in ({"type": "input_audio"}, {"type": ["text"]}, {}, "text"):
+        with pytest.raises(ValueError, match=r"messages\[0\].content\[1\]"):
+            parts = [{"type": "text", "text": "x"}, wrong]
+            refuse_parts({"messages": [{"role": "user", "content": parts}]}, sees=True)
+    for strange in ({}, {"messages": 5}, {"messages": [5]}, {"messages": [{"content": "x"}]}):
+        refuse_parts(strange, sees=False)
