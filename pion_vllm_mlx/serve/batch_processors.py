@@ -3,7 +3,7 @@
 A batch in which no request has any keeps the entries of those that have left, so that the biases
 and penalties of a later request are another's, or nobody's; and a prompt without any that waits
 beside one with some has None for its list, which ends all replies of the batch.  Both engines
-give such batches every request's settings.  mlx-lm 0.32 does neither.
+give such batches the settings of every request.  mlx-lm 0.32 does neither.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from typing import Any
 
 from pion_vllm_mlx.cache.padding import pads_wrongly
 from pion_vllm_mlx.serve.attended import Attending, Told
+from pion_vllm_mlx.serve.batch_processors import keep_processors
 from pion_vllm_mlx.serve.engine_mlx_lm_anchor import Anchors
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import (
     REFUSALS,
@@ -179,7 +180,11 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
                 default = server.ModelDescription(DEFAULT_MODEL, DEFAULT_MODEL, None)
                 self._served = default, self.model_provider.tokenizer
             self.ready.set()
-            super()._generate()
+            mended = keep_processors()
+            try:
+                super()._generate()
+            finally:
+                mended.undo()
             self.cache.spread.finish()
         except BaseException:
             log.exception("generation has come to an end")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from mlx_lm.generate import BatchGenerator  # noqa: E402
 
 from pion_vllm_mlx.serve.batch_processors import keep_processors  # noqa: E402
 from tests.models import VOCABULARY, tiny_model, token_ids  # noqa: E402
+from tests.serve.engines import running_engine  # noqa: E402
+from tests.serve.tiny_folder import make_folder  # noqa: E402
 
 STEP, COUNT = 16, 4
 
@@ -61,3 +64,13 @@ def test_a_processor_is_its_own_request_s_whoever_comes_and_goes(before: int, st
         assert len(replies[uid]) == COUNT
         assert not set(replies[uid]) <= set(wanted.values())
     assert max(wanted.values()) < VOCABULARY
+
+
+def test_serve_s_engine_biases_the_request_that_asks_for_it(tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model")
+    with running_engine(tmp_path, model, "--no-pion") as engine:
+        plain = engine.complete("hello").tokens
+        for _ in range(2):
+            biased = engine.complete("hello", logit_bias={"90": 100.0}).tokens
+            assert set(biased) == {90}
+            assert engine.complete("hello").tokens == plain
