@@ -338,6 +338,7 @@ class PionPrefixCache:
         lookup.asked, lookup.held = True, held
         if store is None or options is None:
             return
+        lookup.min_gain = options.min_gain
         if lookup.prompt_tokens - 1 - held < options.min_gain:
             store.recheck(lookup.ids)
             return

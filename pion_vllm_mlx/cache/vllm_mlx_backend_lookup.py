@@ -19,7 +19,8 @@ class Lookup:
     ``tier``: ``memory``, the store's lane, or ``none``.  ``why`` says why it was not more.
     ``near`` is what memory had like the prompt: how many tokens agree, and its tokens.
     ``asked``: the store was asked, or not wanted since memory had ``held`` tokens; ``restored``
-    is what was read of it, until it is used.
+    is what was read of it, until it is used. ``min_gain``: the store is not wanted for fewer
+    tokens.
     """
 
     ids: TokenIds
@@ -31,6 +32,7 @@ class Lookup:
     match: Match | None = None
     asked: bool = False
     held: int = 0
+    min_gain: int = 0
     restored: Restored | None = field(default=None, repr=False)
 
     @property
@@ -52,8 +54,13 @@ class Lookup:
         """Says why it was not more, where that is not said yet and something is missing."""
         if self.why or self.prompt_tokens - self.reused_tokens < 2:
             return
-        stored = (self.match.common, self.match.why) if self.match is not None else (0, "")
-        self.why = why_not_more(self.reused_tokens, self.common, *stored)
+        reused, match = self.reused_tokens, self.match
+        left = self.prompt_tokens - 1 - reused
+        if match is None and not self.common and 0 < left < self.min_gain:
+            self.why = f"{left} tokens could be reused, and --pion-min-gain is {self.min_gain}"
+            return
+        stored = (match.common, match.why) if match is not None else (0, "")
+        self.why = why_not_more(reused, self.common, *stored)
 
 
 class LookedUp:

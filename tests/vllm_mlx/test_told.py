@@ -50,8 +50,27 @@ def test_why_is_about_what_was_reused_not_about_the_store_alone(
         engine.ask(start)
         said = why(engine, [*start[:60], *token_ids(50, 6)])
         assert said in (  # the first of all may have reached the store after all
-            "0: 60 tokens agree, but no state is kept between",
+            "0: 60 tokens agree, but nothing is kept with which to go on between",
             "0: no recurrent state is stored at or before the tokens in common",
+        )
+
+
+def test_what_the_least_gain_left_in_the_store_is_said_to_have_been_too_little(
+    pion_server: RunningServer,
+) -> None:
+    installed(pion_server)
+    start = token_ids(100, 5)
+    with running_engine(FAMILIES["plain"]) as engine:
+        engine.ask(start)
+        assert engine.cache.save_to_disk("")
+        engine.cache.clear()
+        engine.ask(start[:88])
+        longer = [*start, *token_ids(50, 7)]
+        assert why(engine, longer) == (
+            "88: the store has 100 tokens, 12 more: fewer than --pion-min-gain"
+        )
+        assert why(engine, token_ids(10, 9)) == (
+            "0: 9 tokens could be reused, and --pion-min-gain is 16"
         )
 
 

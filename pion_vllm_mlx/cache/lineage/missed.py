@@ -47,11 +47,15 @@ def why_not_more(reused: int, common: int, stored_common: int, stored_why: str) 
 
     ``common`` tokens agree with something that is kept, ``stored_common`` with what the store
     has, whose own word for what it has not is ``stored_why``, "" where it was not asked.
+    Where that is "" although it was asked it has all of them, and they were too few to be read.
     """
     if not common:
         return stored_why or "nothing is kept that begins like this prompt"
     if stored_why and reused < common == stored_common:
         return stored_why
+    if reused < common == stored_common:
+        more = common - reused
+        return f"the store has {common} tokens, {more} more: fewer than --pion-min-gain"
     if reused < common:
-        return f"{common} tokens agree, but no state is kept between"
+        return f"{common} tokens agree, but nothing is kept with which to go on between"
     return f"the prompt leaves what is kept at token {common}"
