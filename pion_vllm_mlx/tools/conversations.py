@@ -25,6 +25,7 @@ from pion_vllm_mlx.tools.lineage_access import (
     DEFAULT_URL,
     Listed,
     Shelf,
+    is_shown,
     lineages,
     may_be_of,
 )
@@ -155,11 +156,23 @@ def table(found: Sequence[Listed], begins: Sequence[str | None], now: float) -> 
 # -- what changes something -------------------------------------------------------
 
 
-def _each(options: argparse.Namespace, do: Callable[[Shelf, Conversations, str], str]) -> int:
-    """Checks that every id is there, then does one after the other, what stands on others first."""
+def _each(
+    options: argparse.Namespace,
+    do: Callable[[Shelf, Conversations, str], str],
+    *,
+    listed: bool = True,
+) -> int:
+    """Checks that every id is there, then does one after the other, what stands on others first.
+
+    ``listed``: what was deleted and still leads to others is not there.
+    """
     with lineages(options) as client:
         shelf = Shelf(client)
-        depth = {name: len(shelf.chain(name)) for name in options.ids}
+        chains = {name: shelf.chain(name) for name in options.ids}
+        for name, chain in chains.items():
+            if listed and not is_shown(chain[-1]):
+                raise ConfigError(f"{name}: there is no such conversation")
+        depth = {name: len(chain) for name, chain in chains.items()}
         for name in sorted(depth, key=lambda name: -depth[name]):
             print(do(shelf, _conversations(client, shelf, name), name))
     return 0
@@ -203,7 +216,7 @@ def _delete(options: argparse.Namespace) -> int:
             return f"{name}: deleted; what others share with it stays"
         raise ConfigError(f"{name} was just extended by a request, and stays")
 
-    return _each(options, do)
+    return _each(options, do, listed=False)
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -225,7 +238,7 @@ def _export(options: argparse.Namespace) -> int:
 def _import(options: argparse.Namespace) -> int:
     if options.model:
         _require_key(options)
-    with lineages(options) as client:
+    with lineages(options, create=True) as client:
         done = conversation_file.bring_in(Shelf(client), options.file)
     told = "tokens stored" if done.new else "tokens were stored already"
     print(f"{done.conversation}: {done.tokens:,} {told}")

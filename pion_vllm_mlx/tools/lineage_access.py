@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pion_vllm_mlx.cache.completion import TokenIds
@@ -32,7 +33,9 @@ from pion_vllm_mlx.cache.lineage.index import (
     parse_tokens,
 )
 from pion_vllm_mlx.cache.lineage.types import LineageOptions
-from pion_vllm_mlx.errors import CommandError, ConfigError, DamagedData
+from pion_vllm_mlx.cache.store_client_endpoint import parse_url
+from pion_vllm_mlx.config import data_dir
+from pion_vllm_mlx.errors import CommandError, ConfigError, DamagedData, StoreUnavailable
 from pion_vllm_mlx.tools.store_access import advising, url_of
 
 #: the store that ``serve`` has where nothing else is named.
@@ -66,9 +69,18 @@ class Listed:
 
 
 @contextmanager
-def lineages(options: argparse.Namespace) -> Iterator[LineageClient]:
-    """A client of the store that the options name. Raises StoreUnavailable with advice."""
-    client = connect(LineageOptions(url=url_of(options), deadline_seconds=options.deadline))
+def lineages(options: argparse.Namespace, *, create: bool = False) -> Iterator[LineageClient]:
+    """A client of the store that the options name. Raises StoreUnavailable with advice.
+
+    ``create``: an embedded one may begin in a folder that is not there yet.
+    """
+    url = url_of(options)
+    place = parse_url(url)
+    if place.embedded and not create:
+        folder = Path(place.folder).expanduser() if place.folder else data_dir()
+        if not folder.exists():
+            raise StoreUnavailable(f"there is no store: {folder} does not exist")
+    client = connect(LineageOptions(url=url, deadline_seconds=options.deadline))
     try:
         with advising():
             yield client
@@ -93,7 +105,7 @@ class Shelf:
             size |= {as_text(name): as_int(as_text(value), 0) for name, value in pairs_of(sizes)}
         if not used:
             self._require_lineages()
-        found = {name: one for name, one in self._segments(list(used)).items() if _is_shown(one)}
+        found = {name: one for name, one in self._segments(list(used)).items() if is_shown(one)}
         return [
             self._listed(name, found[name], size.get(name, 0), used[name])
             for name in sorted(found, key=lambda name: used[name], reverse=True)
@@ -214,6 +226,6 @@ def may_be_of(config: dict[str, Any], identity: dict[str, Any]) -> bool:
     )
 
 
-def _is_shown(segment: Segment) -> bool:
+def is_shown(segment: Segment) -> bool:
     """Whether a conversation ends in a segment, or it can be unpinned."""
     return ends_here(segment) or segment.pinned or segment.kind == "anchor"

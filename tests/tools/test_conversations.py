@@ -114,6 +114,62 @@ def test_pins_hold_what_a_conversation_stands_on_until_nobody_needs_it(
     assert pins(server, one) == 0
 
 
+@pytest.mark.parametrize("word", ["unpin", "delete"])
+def test_a_pin_that_goes_takes_those_along_that_nobody_set(
+    server: RunningServer, word: str
+) -> None:
+    """What was pinned by its own id keeps its pin, and so does what another pinned one needs."""
+    model, first = tiny_model("llama"), prompt(64, 3)
+    turn(model, server, first)
+    turn(model, server, [*first[:60], *prompt(40, 4)])
+    turn(model, server, [*first[:60], *prompt(40, 4)[:30], *prompt(40, 5)])
+    turn(model, server, [*first[:50], *prompt(40, 6)])
+    root, middle, top, other = sorted(listed(server), key=lambda one: int(one.rpartition(":")[2]))
+
+    def pinned() -> set[str]:
+        return {name for name, one in listed(server).items() if one["pinned"]}
+
+    assert ran(server, "pin", top).code == 0
+    assert pinned() == {root, middle, top}
+    assert ran(server, word, top).code == 0
+    assert pinned() == set()
+    assert ran(server, "pin", middle, other).code == 0
+    assert ran(server, word, middle).code == 0
+    assert pinned() == {root, other}
+    assert "stays pinned" in ran(server, "unpin", root).out
+    assert ran(server, word, other).code == 0
+    assert pinned() == set()
+    assert ran(server, "pin", root).code == 0
+    turn(model, server, [*first[:50], *prompt(40, 7)])
+    last = (
+        longest(server)["id"]
+        if word == "unpin"
+        else max(listed(server), key=lambda one: int(one.rpartition(":")[2]))
+    )
+    assert last != root
+    assert ran(server, "pin", last).code == ran(server, word, last).code == 0
+    assert pinned() == {root}
+
+
+def test_what_was_deleted_and_leads_to_others_is_no_conversation(server: RunningServer) -> None:
+    model, first = tiny_model("llama"), prompt(64, 3)
+    turn(model, server, first)
+    (root,) = listed(server)
+    turn(model, server, [*first[:40], *prompt(40, 4)])
+    assert ran(server, "delete", root).code == 0 and root not in listed(server)
+    for word in ("pin", "unpin"):
+        done = ran(server, word, root)
+        assert (done.code, "no such conversation" in done.err) == (1, True), done
+
+
+def test_looking_at_a_folder_that_is_not_there_makes_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = here(capsys, "conversations", "list", "--url", f"embedded://{tmp_path / 'new'}")
+    assert (done.code, "there is no store" in done.err) == (1, True), done
+    assert not (tmp_path / "new").exists()
+
+
 def pins(server: RunningServer, conversation: str) -> int:
     """How many segments of a conversation's chain are pinned."""
     with shelf_of(server) as shelf:

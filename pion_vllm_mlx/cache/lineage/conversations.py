@@ -85,27 +85,38 @@ class Conversations:
     def pin(self, conversation: str) -> None:
         """Pins a conversation and all it stands on."""
         segment = self.segment(conversation)
-        for number in [*(number for number, _ in segment.up), segment.number]:
-            self._set_pin(number, True)
+        for upper in self._index.segments([number for number, _ in segment.up]):
+            if upper is not None and not upper.pinned:
+                self._set_pin(upper.number, True, under=True)
+        self._set_pin(segment.number, True)
 
     def unpin(self, conversation: str) -> list[str]:
         """Takes the pin of a conversation, and of what only leads to it.
 
-        Anchors, and other conversations that it left, keep theirs, which may be their own.
-        Returns what is pinned and goes on from it: then it stays pinned itself.
+        Anchors, and other conversations that it left, keep one of their own.
+        Returns what is pinned and goes on from it: then it stays pinned itself, as long as that.
         """
         segment = self.segment(conversation)
         if pinned := self._pinned_kids(segment):
+            if segment.pinned:
+                self._set_pin(segment.number, True, under=True)
             return [self._names.member(number) for number in pinned]
-        self._set_pin(segment.number, False)
-        above = self._index.segments([number for number, _ in segment.up])
-        for upper in reversed(above):
-            if upper is None or upper.kind == "anchor":
-                break
-            if ends_here(upper) or self._pinned_kids(upper):
-                break
-            self._set_pin(upper.number, False)
+        for number in [segment.number, *self._pinned_for(segment)]:
+            self._set_pin(number, False)
         return []
+
+    def _pinned_for(self, segment: Segment) -> list[int]:
+        """What a segment stands on and nothing else keeps pinned, the nearest first."""
+        found: list[int] = []
+        below = segment.number
+        for upper in reversed(self._index.segments([number for number, _ in segment.up])):
+            if upper is None or set(self._pinned_kids(upper)) - {below}:
+                break
+            if not upper.pinned_under and (upper.kind == "anchor" or ends_here(upper)):
+                break
+            found.append(upper.number)
+            below = upper.number
+        return found
 
     def drop(self, conversation: str) -> int:
         """Deletes a conversation, and what it alone stands on; how many segments went.
@@ -114,9 +125,11 @@ class Conversations:
         states behind that go at once, the rows, which nothing names any more, with the segment,
         and that with the last of the others.
         """
-        segment: Segment | None = self.segment(conversation)
+        leaf = self.segment(conversation)
         publisher = Publisher(self._client, self._names)
         gone = 0
+        pinned = self._pinned_for(leaf) if self._alone_pinned(leaf) else []
+        segment: Segment | None = leaf
         while segment is not None:
             tokens = self._index.tokens_up_to(segment)
             if segment.kids:
@@ -125,10 +138,12 @@ class Conversations:
                         raise KeyError(conversation)
                 else:
                     self._shorten(segment, tokens)
+                    self._unpin_all(pinned)
                 break
             if not publisher.remove(segment, tokens):
                 break
             gone += 1
+            self._unpin_all(pinned)
             base, parent = segment.base, segment.parent
             segment = self._index.segments([parent])[0] if parent >= 0 else None
             if segment is not None and segment.kind != WAY and _stays(segment, base):
@@ -138,7 +153,7 @@ class Conversations:
     def _shorten(self, segment: Segment, tokens: TokenIds) -> None:
         """Lets a segment end where its last child leaves it, as it does not yet."""
         end = _last_left(segment)
-        if segment.pinned and not self._pinned_kids(segment):
+        if self._alone_pinned(segment):
             self._set_pin(segment.number, False)
         namespace = self._names.namespace(segment.number)
         with held(self._client, self._names, tokens) as lock:
@@ -175,8 +190,18 @@ class Conversations:
         numbers = [number for number in map(self._number_of, members) if number is not None]
         return [segment for segment in self._index.segments(numbers) if segment is not None]
 
-    def _set_pin(self, number: int, pinned: bool) -> None:
-        fields = {"pin": "1" if pinned else "0"}
+    def _alone_pinned(self, segment: Segment) -> bool:
+        """Whether a segment is pinned, and nothing that goes on from it is."""
+        return segment.pinned and not self._pinned_kids(segment)
+
+    def _unpin_all(self, numbers: list[int]) -> None:
+        """Takes the pins of segments, once."""
+        while numbers:
+            self._set_pin(numbers.pop(0), False)
+
+    def _set_pin(self, number: int, pinned: bool, *, under: bool = False) -> None:
+        """``under``: only since something that goes on from it is pinned."""
+        fields = {"pin": "1" if pinned else "0", "under": "1" if under else "0"}
         Publisher(self._client, self._names).set_fields(number, fields)
         word = "KV.PREFIX.PIN" if pinned else "KV.PREFIX.UNPIN"
         # past the server's cap of pins ours still holds against our own budget

@@ -44,7 +44,7 @@ from pion_vllm_mlx.errors import CommandError, DamagedData
 LRU_KEY, SIZES_KEY, ANCHORS_KEY = "pps:lru", "pps:sizes", "pps:anchors"
 WAY = "way"
 """The kind of a segment whose own conversation was deleted: it only leads to its children."""
-FIELDS = ("parent", "base", "len", "up", "kids", "ckpts", "win", "kind", "pin")
+FIELDS = ("parent", "base", "len", "up", "kids", "ckpts", "win", "kind", "pin", "under")
 _MOST_STEPS = 64
 
 
@@ -110,6 +110,7 @@ class Segment:
     windows: Mapping[Window, Ranges] = field(default_factory=dict)
     kind: str = ""
     pinned: bool = False
+    pinned_under: bool = False
 
 
 @dataclass(frozen=True)
@@ -271,6 +272,7 @@ def parse_segment(names: Names, number: int, values: Sequence[Any]) -> Segment |
             windows=from_text(texts["win"]),
             kind=texts["kind"],
             pinned=texts["pin"] == "1",
+            pinned_under=texts["under"] == "1",
         )
     except (ValueError, TypeError, DamagedData):
         return None
