@@ -183,6 +183,12 @@ def told(asked: tuple[str, str, str], stored: tuple[str, str, str], **more: Any)
         (("id=8f3a", "9", "c1e2b"), ("id=8f3a", "0", "b77aa"), "a nonce"),
         (("Hello.", "Good", " day"), ("Hello.", "<think>", "So"), "a thinking block"),
         (("a b", " ", "c"), ("a b", "\n", " c"), "white space"),
+        (("one sentence.", "\n\n", "Hi"), ("one sentence.", " ", "Hi there"), "white space"),
+        (("a b", "\n", ""), ("a b", " ", ""), "white space"),
+        (("one sentence.", " ", "It is 2"), ("one sentence.", "<|im_end|>", "\n"), "text differs"),
+        (("one sentence.", "<|im_end|>", ""), ("one sentence.", " ", "It is 2"), "text differs"),
+        (("one sentence.", " ", "It is"), ("one sentence.", "", ""), "text differs"),
+        (("one sentence.", " ", "It is"), ("one sentence.", "\n", "He was"), "text differs"),
         (("You are ", "good", " here"), ("You are ", "bad", " here"), "the text differs"),
     ],
 )
