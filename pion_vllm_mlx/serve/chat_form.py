@@ -1,4 +1,4 @@
-"""The engine's chat body for a body of any of the three APIs; pure."""
+"""The engine's chat body for a body of any of the three APIs, or the one to explain; pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from pion_vllm_mlx.serve.api_errors import bad_request
 from pion_vllm_mlx.serve.checks import Json
 
 APIS = ("chat", "messages", "responses")
+COMPLETIONS = "completions"
+EXPLAINED_APIS = (*APIS, COMPLETIONS)
 
 
 def chat_form(body: Json, api: str, *, normalize: bool = True, fetch: bool = False) -> Json:
@@ -21,3 +23,12 @@ def chat_form(body: Json, api: str, *, normalize: bool = True, fetch: bool = Fal
     if api != "chat":
         raise bad_request(f"api must be {', '.join(APIS[:-1])} or {APIS[-1]}")
     return chat_request.chat_body(body, normalize=normalize, fetch=fetch)
+
+
+def explained_form(body: Json, api: str, *, normalize: bool = True, fetch: bool = False) -> Json:
+    """``chat_form``, and ``body`` of a text completion, which has a prompt for messages."""
+    if api == COMPLETIONS:
+        return chat_request.completion_body(body)
+    if api not in APIS:
+        raise bad_request(f"api must be {', '.join(EXPLAINED_APIS[:-1])} or {COMPLETIONS}")
+    return chat_form(body, api, normalize=normalize, fetch=fetch)

@@ -26,7 +26,7 @@ POST /v1/completions        client that leaves is noticed at the next write.  ``
 GET /v1/models, /health     OpenAI's; /health is 200 when requests may come, else 503
 GET /v1/pion/stats          a flat JSON object; ``{"pion": "disabled"}`` with ``--no-pion``
 POST /v1/pion/count_tokens  a chat body -> ``{"input_tokens": n}``
-POST /v1/pion/explain       a chat body, or ``{}`` for the last miss -> a JSON object
+POST /v1/pion/explain       a chat or completion body, or ``{}`` for the last miss -> a JSON object
 errors                      a status and ``{"error": text}`` or ``{"error": {"message": text}}``
                             before the headers; after them a chunk ``data: {"error": …}``
 ==========================  ==================================================================

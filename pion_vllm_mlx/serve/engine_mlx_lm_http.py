@@ -222,7 +222,10 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         return body
 
     def _rendered(self, body: Json) -> list[int]:
-        """The tokens of a chat body, as the generation thread would make them."""
+        """The tokens of a body, as the generation thread would make them."""
+        if "messages" not in body:
+            text = server.CompletionRequest("text", body["prompt"], [], None, None)
+            return self.response_generator.rendered(text, None)
         request = server.CompletionRequest(
             "chat", "", body["messages"], body.get("tools") or None, body.get("role_mapping")
         )

@@ -133,14 +133,15 @@ async def render(app: App, scope: Scope, body: dict[str, Any]) -> tuple[Rendered
 
 
 async def asked_of(app: App, scope: Scope, body: dict[str, Any]) -> Said:
-    """What vllm-mlx's chat endpoint answers to a body."""
+    """What vllm-mlx's endpoint answers to a body: that of chats, or of a prompt's completion."""
     said: Said = []
 
     async def listen(message: Message) -> None:
         said.append(message)
 
     data = json.dumps(body).encode()
-    inner = {**scope, "path": CHAT, "raw_path": CHAT.encode()}
+    path = CHAT if "messages" in body else COMPLETIONS
+    inner = {**scope, "path": path, "raw_path": path.encode()}
     inner["headers"] = _with_length(scope["headers"], len(data))
     await app(inner, whole(data), listen)
     return said

@@ -19,13 +19,13 @@ from typing import Any
 
 from pion_vllm_mlx import config
 from pion_vllm_mlx.errors import ConfigError, StoreUnavailable
-from pion_vllm_mlx.serve.chat_form import APIS
+from pion_vllm_mlx.serve.chat_form import COMPLETIONS, EXPLAINED_APIS
 from pion_vllm_mlx.serve.options import DEFAULT_PORT
 from pion_vllm_mlx.serve.pion_flags import PionFlags, add_pion_flags, port
 from pion_vllm_mlx.tools.explain_advice import causes
 from pion_vllm_mlx.tools.request_file import (
     api_of,
-    engine_body,
+    explained_body,
     parse,
     read_bytes,
     refuse_missing_model,
@@ -86,8 +86,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--api is of a --request")
     body = _read(options) if options.request is not None else None
     told = _told(options, words, body)
-    api = options.api or (api_of(body) if body else "chat")
-    chat = engine_body(options.request, body, api) if body else None
+    api = _api(options, body or {})
+    chat = explained_body(options.request, body, api) if body else None
     found = {**told, "causes": causes(told, chat) if "common" in told else []}
     print(json.dumps(found) if options.json else "\n".join(lines(found)))
     code = 0 if told.get("restorable") else 1
@@ -109,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--request", type=Path, metavar="BODY.json", help="- is standard input")
     what.add_argument("--last", action="store_true", help="the last request that missed")
-    parser.add_argument("--api", choices=APIS, help="whose body it is (default: by its fields)")
+    parser.add_argument(
+        "--api", choices=EXPLAINED_APIS, help="whose body it is (default: by its fields)"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="of the serve to ask")
     parser.add_argument(
         "--port", type=port, default=DEFAULT_PORT, help=f"and its port (default: {DEFAULT_PORT})"
@@ -136,12 +138,19 @@ def _read(options: argparse.Namespace) -> Json:
     return body
 
 
+def _api(options: argparse.Namespace, body: Json) -> str:
+    """Whose request a body is, as told or by its fields."""
+    if options.api:
+        return str(options.api)
+    return COMPLETIONS if "prompt" in body and "messages" not in body else api_of(body)
+
+
 def _told(options: argparse.Namespace, words: Sequence[str], body: Json | None) -> Json:
     """The answer of a serve, or of the store itself."""
     key = options.api_key if options.api_key is not None else config.serve_api_key()
     path = "/v1/pion/explain"
     if body is not None:
-        path += f"?api={options.api or api_of(body)}"
+        path += f"?api={_api(options, body)}"
     try:
         return Serve(options.host, options.port, key).post(path, body or {})
     except NoServe as error:
@@ -153,8 +162,8 @@ def _told(options: argparse.Namespace, words: Sequence[str], body: Json | None) 
 
 
 def _without_serve(options: argparse.Namespace, words: Sequence[str], body: Json) -> Json:
-    api, normalize = options.api or api_of(body), not options.no_normalize
-    chat = engine_body(options.request, body, api, normalize=normalize)
+    api, normalize = _api(options, body), not options.no_normalize
+    chat = explained_body(options.request, body, api, normalize=normalize)
     refuse_missing_model(options.model)
     flags, words = PionFlags.from_options(options), ["--model", options.model, *words]
     if options.engine == "vllm-mlx":

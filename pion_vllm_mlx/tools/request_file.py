@@ -55,6 +55,14 @@ def api_of(body: Json) -> str:
     return "messages" if "system" in body or named else "chat"
 
 
+def explained_body(path: Path, body: Json, api: str, *, normalize: bool = True) -> Json:
+    """The engine's body, of a text completion too. Raises ConfigError naming what is wrong."""
+    try:
+        return chat_form.explained_form(body, api, normalize=normalize)
+    except ApiError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+
+
 def engine_body(path: Path, body: Json, api: str, *, normalize: bool = True) -> Json:
     """The engine's chat body. Raises ConfigError naming the field that is wrong."""
     try:

@@ -66,11 +66,13 @@ class ServedModel:
         return store
 
     def rendered(self, body: Json) -> tuple[list[int], int | None]:
-        """The tokens of a chat body, and where its system part ends, as serve sees them.
+        """The tokens of a body, and where a chat's system part ends, as serve sees them.
 
         Raises ConfigError for a body that the template refuses.
         """
         server: Any = importlib.import_module("mlx_lm.server")
+        if "messages" not in body:
+            return list(self.tokenizer.encode(body["prompt"])), None
         request = server.CompletionRequest(
             "chat", "", body["messages"], body.get("tools") or None, body.get("role_mapping")
         )

@@ -81,6 +81,24 @@ def test_a_clock_in_the_system_prompt_is_named_with_its_place(place: Path, serve
     assert "10:[4]1." in shown and "10:[5]7." in shown and "-> in the system prompt" in shown
 
 
+def test_the_body_of_a_text_completion_is_explained_with_and_without_a_serve(
+    place: Path, serve: Front
+) -> None:
+    before = stats(serve).get("written", 0)
+    body = {"prompt": f"{START}One text.{END}", "max_tokens": 1}
+    status, reply = serve.request("/v1/completions", body, {"x-api-key": KEY})
+    assert status == 200, reply
+    until(lambda: written(serve, before), "the prompt in the store")
+    tokens = reply["usage"]["prompt_tokens"]
+    asked = {"prompt": f"{START}One other text.{END}"}
+    for words in ((), ("--port", 1, "--model", place / "model")):
+        found = explained(place, serve, body, "--json", *words).json
+        assert (found["prompt_tokens"], found["restorable"]) == (tokens, tokens - 1)
+        found = explained(place, serve, asked, "--json", "--api", "completions", *words).json
+        assert found["asked_text"]["before"].endswith("One ")
+    assert "prompt must be a string" in explained(place, serve, {"prompt": 3}).err
+
+
 def test_the_last_miss_is_explained_without_its_body(place: Path, serve: Front) -> None:
     ask(serve, chat(f"{START}Session 7f3a9c1e2b."))
     ask(serve, chat(f"{START}Session 0b44d2e9aa."))

@@ -207,6 +207,10 @@ def test_explain_names_the_first_token_that_differs(
         assert (told["stored_text"]["token"], told["asked_text"]["token"]) == ("n", "f")
         assert told["asked_text"]["before"].endswith("It is ")
         assert told["prompt_tokens"] == engine.chat(asked[1])["usage"]["prompt_tokens"]
+        text = {"model": "default", "prompt": clock.format("six"), "max_tokens": 2}
+        status, told = engine.ask("/v1/pion/explain", text)
+        reply = engine.ask("/v1/completions", text)[1]
+        assert (status, told["prompt_tokens"]) == (200, reply["usage"]["prompt_tokens"])
 
 
 def test_the_last_miss_is_explained_as_things_were_then(
