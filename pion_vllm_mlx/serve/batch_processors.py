@@ -1,9 +1,9 @@
 """mlx-lm 0.31's batches lose whose logits processors are whose; here each stays with its request.
 
 A batch in which no request has any keeps the entries of those that have left, so that the biases
-and penalties of a later request are another's, or nobody's; and a prompt without any that waits
-beside one with some has None for its list, which ends all replies of the batch.  Both engines
-give such batches the settings of every request.  mlx-lm 0.32 does neither.
+and penalties of a later request are another's, or nobody's; so it is with samplers.  And a prompt
+without any that waits beside one with some has None for its list, which ends all replies of the
+batch.  Both engines give such batches the settings of every request.  mlx-lm 0.32 does neither.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def keep_processors() -> Replacements:
 
     @functools.wraps(leave)
     def filter_(self: Any, keep: list[int]) -> None:
-        none = not any(self.logits_processors)
+        none, no_sampler = not any(self.logits_processors), not any(self.samplers)
         leave(self, keep)
+        if no_sampler:
+            self.samplers = [None for _ in keep]
         if none:
             self.logits_processors = [[] for _ in keep]
 

@@ -38,6 +38,7 @@ from pion_vllm_mlx.serve.engine_child import (
 )
 from pion_vllm_mlx.serve.engine_vllm_mlx_app import EngineLayer
 from pion_vllm_mlx.serve.engine_vllm_mlx_refusals import check_server
+from pion_vllm_mlx.serve.engine_vllm_mlx_samplers import patch_samplers
 from pion_vllm_mlx.serve.engine_vllm_mlx_stops import StopLayer, patch_stops
 from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
 from pion_vllm_mlx.serve.store_options import store_options
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         install_vllm_mlx_backend(settings=settings(parsed))
         check_server()
-        patches = [keep_processors(), patch_stops()]
+        patches = [keep_processors(), patch_samplers(), patch_stops()]
     except PionError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

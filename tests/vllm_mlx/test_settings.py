@@ -119,6 +119,21 @@ def test_biases_and_penalties_are_those_of_their_own_request_whatever_runs_besid
             assert list(pool.map(lambda one: said(front, **one), asked)) == alone
 
 
+@pytest.mark.parametrize("beside", [{"temperature": 3}, {"temperature": 0}])
+def test_a_request_is_sampled_as_it_asks_whatever_runs_beside(front: Front, beside: Json) -> None:
+    plain, limit = said(front), {"max_tokens": 800}
+    long: Json = {**beside, **limit, "logit_bias": {"0": -100.0}}  # does not end by itself
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask, front, **long)
+        for _ in range(5):
+            assert said(front) == plain
+            assert len({said(front, temperature=3) for _ in range(3)}) > 1
+        status, body = running.result()
+    text = body["choices"][0]["message"]["content"]
+    assert (status, body["usage"]["completion_tokens"]) == (200, 800)
+    assert text.startswith(plain) == (beside["temperature"] == 0)
+
+
 @pytest.mark.parametrize(("path", "content"), [(MESSAGES, []), (CHAT, None)])
 def test_a_message_of_nothing_is_no_fault_of_the_engine(
     front: Front, path: str, content: list[Json] | None
