@@ -274,7 +274,23 @@ def test_unpinning_leaves_what_others_that_are_pinned_stand_on(opened: Opener) -
     assert pinned(store, two) == [True, True]
     assert pinned(store, one)[0] and not pinned(store, one)[-1]
     store.pin(two, False)
-    assert pinned(store, two) == [True, False]  # the anchor's pin may be its own
+    assert pinned(store, two) == [False, False]  # the anchor was pinned for them alone
+    anchor = one_above(store, two)
+    for own_first in (True, False):
+        for name in (anchor, two) if own_first else (two, anchor):
+            store.pin(name)
+        store.pin(two, False)
+        assert pinned(store, two) == [True, False]  # its pin is its own, too
+        store.pin(anchor, False)
+        assert pinned(store, two) == [False, False]
+
+
+def one_above(store: LineageStore, name: str) -> str:
+    """The id of what a conversation goes on from."""
+    mid, _, number = name.partition(":")
+    (leaf,) = Index(store._front, Names(mid)).segments([int(number)])
+    assert leaf is not None
+    return f"{mid}:{leaf.parent}"
 
 
 def pinned(store: LineageStore, name: str) -> list[bool]:
