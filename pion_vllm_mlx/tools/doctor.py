@@ -155,15 +155,19 @@ def _look_for_logs(paths: Paths, keys: keyspace_recovery.Paths, report: Report) 
     held = [*paths.all_files(), keys.snapshot, keys.wal]
     if paths.segments.is_dir():
         held += paths.segments.iterdir()
-    if not missing or not any(path.exists() and path.stat().st_size for path in held):
-        return  # nothing was stored yet, or all is there
-    if len(missing) < len(logs):
+    stored = any(path.exists() and path.stat().st_size for path in held)
+    if stored and 0 < len(missing) < len(logs):
         report.damage += [f"{name} is missing: what it held is lost" for name in missing]
         report.starts += [f"{name} is made anew, empty" for name in missing]
-    elif not _is_portable(paths.vstore):
+    elif stored and missing and not _is_portable(paths.vstore):
         report.unknown.append(
             f"what was stored since the last save: {', '.join(missing)} are missing, as with "
             "--no-wal, or they were deleted"
+        )
+    elif missing:
+        report.unknown.append(
+            f"whether anything was stored: {', '.join(missing)} missing, all else empty, as where "
+            "a first start was killed, or deleted"
         )
 
 

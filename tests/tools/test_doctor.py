@@ -339,10 +339,13 @@ def test_segments_that_nothing_can_name_any_more_are_damage_and_are_not_deleted(
     assert f"any start would do this:\n  {count} segment files that nothing names are set" in out
 
 
-def test_a_new_store_in_which_nothing_is_yet_is_sound(tmp_path: Path) -> None:
+def test_a_log_that_is_missing_beside_empty_ones_is_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("pion.vstore.wal.0", "pion.ssm.wal.0"):
-        (tmp_path / name).touch()  # killed before it made the third
+        (tmp_path / name).touch()  # killed before it made the third, or that one was deleted
     assert examine(tmp_path) == 0
+    assert "whether anything was stored: pion.wal.0 missing" in capsys.readouterr().out
 
 
 def test_what_a_repair_has_set_aside_is_named(
