@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 pytest.importorskip("starlette")
 
+from pion_vllm_mlx.cache.lineage import LineageOptions
 from pion_vllm_mlx.serve import options
 from tests.conftest import RunningServer, running_server
 from tests.serve.engines import running_engine
@@ -30,6 +31,7 @@ TOOLS: list[Any] = [
         },
     }
 ]
+MIN_GAIN = LineageOptions().min_gain
 USER = {"role": "user", "content": "What is a prefix?"}
 SYSTEM_MESSAGE = {"role": "system", "content": SYSTEM}
 
@@ -70,8 +72,10 @@ def test_serve_starts_where_warm_has_ended(
             ([SYSTEM_MESSAGE, {**USER, "content": "And a suffix?"}], {"tools": TOOLS}, tools),
         ):
             reply = engine.chat(messages, limit=1, **more)
-            assert reply.cached == warmed["tokens"], reply.receipt
-            left = reply.prompt - warmed["tokens"]
+            # read ahead is the latest, and the store is not asked for fewer tokens more than that
+            spared = MIN_GAIN - 1 if reply.receipt["tier"] == "memory" else 0
+            assert warmed["tokens"] - spared <= reply.cached <= warmed["tokens"], reply.receipt
+            left = reply.prompt - reply.cached
             assert reply.forward == left + reply.usage["completion_tokens"]
             assert reply.receipt["tier"] in ("memory", "mapped", "stored")
     again = command("warm", text, body, *model, "--json", *store_of(server)).json

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("vllm_mlx", reason="vllm-mlx is not installed: make test-vllm-mlx")
 
+from pion_vllm_mlx.cache.lineage import LineageOptions  # noqa: E402
 from tests.conftest import RunningServer  # noqa: E402
 from tests.serve.tiny_folder import make_folder  # noqa: E402
 from tests.tools.commands import command  # noqa: E402
@@ -18,6 +19,7 @@ SYSTEM = "You are a careful helper who answers in one sentence. " * 3
 TOOL = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": TOOL}]
 SYSTEM_MESSAGE = {"role": "system", "content": SYSTEM}
+MIN_GAIN = LineageOptions().min_gain
 USER = {"role": "user", "content": "What is a prefix?"}
 
 
@@ -42,8 +44,10 @@ def test_serve_starts_where_warm_has_ended(
         ):
             reply = engine.chat(messages, 1, **more)
             cached = reply["usage"]["prompt_tokens_details"]["cached_tokens"]
-            # behind the anchor stand the slack, and what every user's message begins with
-            assert warmed["tokens"] <= cached <= warmed["tokens"] + 4, reply["pion"]
+            # behind the anchor stand the slack, and what every user's message begins with; read
+            # ahead is the latest, and the store is not asked for fewer tokens more than that
+            spared = MIN_GAIN - 1 if reply["pion"]["tier"] == "memory" else 0
+            assert warmed["tokens"] - spared <= cached <= warmed["tokens"] + 4, reply["pion"]
             assert reply["pion"]["tier"] in ("memory", "mapped", "stored")
     again = command("warm", *words).json
     assert [one["computed"] for one in again] == [0, 0]
