@@ -160,10 +160,13 @@ class Launcher:
         """Wait for something to happen to a worker, and see to it."""
         dues = [*self.waiting.values(), *(one.due for one in self.down.values())]
         due = min(dues, default=math.inf)
-        timeout = max(0.0, due - time.monotonic()) if due < math.inf else None
+        timeout = max(0, math.ceil((due - time.monotonic()) * 1e3)) if due < math.inf else None
         pipes = [child.ready for child in self.children.values() if child.ready >= 0]
         doors = {sock.fileno(): (sock, one) for one in self.down.values() for sock in one.sockets}
-        readable, _, _ = select.select([woken.fileno(), *pipes, *doors], [], [], timeout)
+        watched = select.poll()  # select() knows no descriptor above 1023
+        for descriptor in (woken.fileno(), *pipes, *doors):
+            watched.register(descriptor, select.POLLIN)
+        readable = {descriptor for descriptor, _ in watched.poll(timeout)}
         for sock, stand_in in (doors[door] for door in readable if door in doors):
             stand_in.attend(sock)
         for stand_in in self.down.values():
