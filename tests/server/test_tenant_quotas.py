@@ -286,6 +286,27 @@ def test_pins_of_one_leave_room_for_another(start: Start) -> None:
         assert a.ask("KV.PREFIX.PIN", "mine") == 1
 
 
+def test_no_pinned_prefix_of_who_has_most_leaves_before_another_s_that_is_not(start: Start) -> None:
+    """Sixteen sessions are eight prefixes, of which a has pinned four."""
+    server = start("--max-sessions", "16")
+    names = [f"p{number}" for number in range(8)]
+    with user(server, "b", "pb") as b, user(server, "a", "pa") as a, user(server, ADMIN) as admin:
+        for name in names[:5]:
+            assert store(a, name, 4) == ["OK", "OK"]
+        for name in names[:4]:
+            assert a.ask("KV.PREFIX.PIN", name) == 1
+        for name in names[:3]:
+            assert store(b, name, 4) == ["OK", "OK"]
+        # what a has not pinned goes first, since it has most
+        assert store(admin, "p0", 4) == ["OK", "OK"]
+        assert held(a, names) == names[:4] and held(b, names) == names[:3]
+        # and where a has nothing else left, what another has not pinned does
+        for number in range(1, 8):
+            assert store(admin, f"p{number}", 4) == ["OK", "OK"]
+            assert held(a, names) == names[:4]
+        assert len(held(b, names)) >= 1 and len(held(admin, names)) >= 1
+
+
 # -- the arithmetic ------------------------------------------------------------
 
 

@@ -221,11 +221,17 @@ class Space:
         return not any(side.layers for side in sides) and group not in with_states
 
     def evict_for_sessions(self, arriving: Sequence[bytes]) -> list[Record]:
-        """Effects that free session slots for new sessions of these sids."""
+        """Effects that free session slots for new sessions of these sids.
+
+        Whoever has the most of them: no pinned one leaves while another is there that is not.
+        """
         effects: list[Record] = []
         excess = len(self.state.sessions) + len(arriving) - self.max_sessions
+        if excess <= 0:
+            return effects
+        kept = protected(self.pin_limits, reversed(self.state.by_access()))
         victims = self.policy.victims(self.state, Shortage.SESSIONS, arriving)
-        for _, victim in zip(range(excess), victims, strict=False):
+        for victim in sorted(victims, key=lambda session: session.sid in kept)[:excess]:
             self.evictions += 1
             effects += drop_session(self.state, victim, "evicted", int(time.time()))
         return effects
