@@ -82,9 +82,14 @@ class PrefillWatch:
         self._forget_ended()
         self._last_kept[uid] = reused
         cuts = cache.cuts(lookup, anchor_of(request))
-        segments = self._segments(uid)
-        if not cuts or segments is None:
+        sequence = self._sequence(uid)
+        if sequence is None:
             return
+        if sequence[6]:  # penalties and the like look back at the whole prompt
+            sequence[4][:] = request.prompt_token_ids[:reused]
+        if not cuts:
+            return
+        segments: list[list[int]] = sequence[1]
         rest = [token for segment in segments for token in segment]
         if len(rest) == len(request.prompt_token_ids) - reused:
             self._cuts[uid] = {cut.position: cut.kind for cut in cuts}
@@ -96,12 +101,12 @@ class PrefillWatch:
             self._cuts.pop(uid, None)
             del self._last_kept[uid]
 
-    def _segments(self, uid: int) -> list[list[int]] | None:
-        for sequence in self._generator._unprocessed_sequences:
-            if sequence[0] == uid:
-                segments: list[list[int]] = sequence[1]
-                return segments
-        return None
+    def _sequence(self, uid: int) -> Any:
+        """What mlx-lm has of a prompt that waits: 1 its segments, 4 what precedes them, 6 the
+        processors of its logits.
+        """
+        waiting = self._generator._unprocessed_sequences
+        return next((one for one in waiting if one[0] == uid), None)
 
     def _request(self, uid: int) -> Any:
         scheduler = self._scheduler
@@ -181,6 +186,20 @@ def anchor_of(request: Any) -> int | None:
     return found
 
 
+def _count_replies_alone(request: Any) -> None:
+    """Have budgets of thinking count the reply; vllm-mlx has them count the prompt, too."""
+    from vllm_mlx.constrained.thinking_processor import ThinkingAwareLogitsProcessor
+
+    def of_reply(processor: Any) -> Any:
+        if not isinstance(processor, ThinkingAwareLogitsProcessor):
+            return processor
+        prompt = len(request.prompt_token_ids)
+        return lambda tokens, logits: processor(tokens[prompt:], logits)
+
+    params = request.sampling_params
+    params.logits_processors = [of_reply(one) for one in params.logits_processors or ()] or None
+
+
 def _find_anchors(
     request: Any, anchors: AnchorTexts, tokenizer: Any, cache: PionPrefixCache
 ) -> None:
@@ -215,6 +234,7 @@ def patch_scheduler(replacements: Replacements, anchors: AnchorTexts) -> None:
             del self.requests[request.request_id]
             raise NoTokens("the prompt has no tokens")
         request.pion_lookup = cache.last_lookup
+        _count_replies_alone(request)
         if cache.wants_anchors and isinstance(request.prompt, str):
             try:
                 _find_anchors(request, anchors, self._actual_tokenizer, cache)

@@ -125,6 +125,11 @@ CONSULTED = (
         ),
     ),
     Seam("vllm_mlx.server", "app"),
+    Seam(
+        "vllm_mlx.constrained.thinking_processor",
+        "ThinkingAwareLogitsProcessor._sync_to_tokens",
+        ("self", "tokens"),
+    ),
 )
 REPLACED = (
     PREFIX_CACHE,

@@ -107,6 +107,28 @@ def test_biases_and_penalties_are_those_of_their_own_request_whatever_came_befor
         assert said(front, logit_bias={str(T): 100}) == biased
 
 
+@pytest.mark.parametrize("setting", [{"repetition_penalty": 5.0}, {"thinking_token_budget": 3}])
+def test_settings_that_look_at_tokens_see_the_same_ones_whatever_was_reused(
+    front: Front, setting: Json
+) -> None:
+    for number in range(5):
+        content = f"{number}{list(setting)[0]}: a question that nobody asked"
+        asked = {**setting, "messages": [{"role": "user", "content": content}], "max_tokens": 24}
+        cold, warm = (ask(front, **asked)[1] for _ in range(2))
+        assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] < 20
+        assert warm["pion"]["computed_tokens"] == 1
+        assert warm["choices"] == cold["choices"]
+
+
+def test_a_budget_of_thinking_is_spent_by_the_reply_alone(front: Front) -> None:
+    letter = said(front, logit_bias={str(T): 100})[0]
+    thought = [{"role": "assistant", "content": "<think>so</think>it is"}, *HI["messages"]]
+    for messages in (HI["messages"], [*HI["messages"], *thought]):
+        for _ in range(2):
+            budget = {"messages": messages, "thinking_token_budget": 3, "logit_bias": {str(T): 100}}
+            assert said(front, **budget) == 3 * letter + "</think>" + 4 * letter
+
+
 def test_biases_and_penalties_are_those_of_their_own_request_whatever_runs_beside(
     front: Front,
 ) -> None:
