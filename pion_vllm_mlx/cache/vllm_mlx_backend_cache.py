@@ -48,11 +48,18 @@ class BackendSettings:
     """What every cache object of an installed backend shares.
 
     ``options`` None: no store, prefixes live in this process only.  ``keep_replies``: what was
-    generated is kept as well, so that the next turn starts behind it.
+    generated is kept as well, so that the next turn starts behind it.  Without ``keep_live``
+    nothing is kept in this process, either.
     """
 
     options: LineageOptions | None = field(default_factory=LineageOptions)
     keep_replies: bool = True
+    keep_live: bool = True
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Whether nothing is ever reused."""
+        return self.options is None and not self.keep_live
 
 
 class PionPrefixCache:
@@ -62,7 +69,8 @@ class PionPrefixCache:
         """``config`` is vllm-mlx's MemoryCacheConfig: the budget of the in-process tier."""
         self.settings = settings
         self.model = model
-        self._live = LiveTier(int(config.compute_memory_limit()), int(config.max_entries))
+        limit = int(config.compute_memory_limit()) if settings.keep_live else 0
+        self._live = LiveTier(limit, int(config.max_entries))
         self._store: LineageStore | None = None
         self._store_opened = False
         self._counters = Counters()
@@ -71,7 +79,8 @@ class PionPrefixCache:
         self._told: set[str] = set()
         kinds = _kinds(model)
         self.recurrent = "ArraysCache" in kinds
-        self._wants_cuts = bool(kinds & {"ArraysCache", "RotatingKVCache", "ChunkedKVCache"})
+        uncut = {"ArraysCache", "RotatingKVCache", "ChunkedKVCache"}
+        self._wants_cuts = not settings.keeps_nothing and bool(kinds & uncut)
         self.last_lookup = Lookup(NO_TOKENS)
         self.last_miss: Miss | None = None
         self.prefill_tokens_per_second = 0.0
@@ -205,6 +214,8 @@ class PionPrefixCache:
 
         A reply's recurrent state stays in this process: it would be a second state a turn.
         """
+        if self.settings.keeps_nothing:
+            return False
         with self.blocking.measured("keep"):
             return self._keep(tokens, caches, kind, reply)
 
@@ -310,6 +321,8 @@ class PionPrefixCache:
 
     def _begun(self, prompt: list[int]) -> Lookup:
         ids, why = token_ids(prompt)
+        if self.settings.keeps_nothing:
+            why = "--disable-prefix-cache: nothing is kept"
         return Lookup(NO_TOKENS if ids is None else ids, why=why)
 
     def _find(self, lookup: Lookup) -> list[Any] | None:

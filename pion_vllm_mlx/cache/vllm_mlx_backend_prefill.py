@@ -123,7 +123,7 @@ class PrefillWatch:
         ids = lookup_of(request).ids
         position = int(ids.size) - total + done
         kind = self._kind_at(uid, position, int(ids.size))
-        if kind is None:
+        if kind is None or self._scheduler.memory_aware_cache.settings.keeps_nothing:
             return
         self._last_kept[uid] = position
         held = self._generator.extract_cache([uid]).get(uid)

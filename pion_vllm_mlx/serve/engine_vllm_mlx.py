@@ -59,12 +59,16 @@ OTHER_CACHES = {
 
 @dataclass(frozen=True)
 class EngineArguments:
-    """A parsed command line: the link to the front, the store, and vllm-mlx's own flags."""
+    """A parsed command line: the link to the front, the store, and vllm-mlx's own flags.
+
+    ``reuse`` is False for ``--disable-prefix-cache``.
+    """
 
     link: EngineLink
     pion: PionFlags
     log_level: str
     serve: argparse.Namespace
+    reuse: bool = True
 
     @property
     def model(self) -> str:
@@ -92,11 +96,15 @@ def parse(arguments: Sequence[str]) -> EngineArguments:
     if not serve.model and not serve.models_config:
         parser.error("name the model: pion-vllm-mlx serve --engine vllm-mlx MODEL")
     serve.host, serve.port, serve.api_key = "127.0.0.1", 0, link.key or None
-    return EngineArguments(link, flags, named.log_level, serve)
+    # Our cache object stays: with it go the padding of recurrent models, and what knows the model.
+    reuse, serve.disable_prefix_cache = not serve.disable_prefix_cache, False
+    return EngineArguments(link, flags, named.log_level, serve, reuse)
 
 
 def settings(arguments: EngineArguments) -> BackendSettings:
     """How the backend uses the store."""
+    if not arguments.reuse:
+        return BackendSettings(None, keep_live=False)
     options = store_options(arguments.pion, arguments.link)
     # its replies are not continued
     return BackendSettings(None if options is None else replace(options, resume=False))
