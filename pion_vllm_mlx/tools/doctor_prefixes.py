@@ -55,7 +55,8 @@ def _record(state: State, namespace: bytes) -> PrefixLine:
     if blob is None:
         return PrefixLine("", 0, 0, "no completion record: not a hit")
     try:
-        data = pread_exactly(place_file(blob.place).fd, blob.length, blob.place.offset)
+        file = place_file(blob.place)  # held: it closes when nobody does
+        data = pread_exactly(file.fd, blob.length, blob.place.offset)
     except OSError as error:
         return PrefixLine("", 0, 0, f"completion record: {error}: not a hit", damaged=True)
     try:

@@ -173,6 +173,15 @@ def test_a_damaged_completion_record_is_damage(
     assert out.endswith("damaged\n") != bool(flags) and "\ndamaged" in out
 
 
+@pytest.mark.parametrize("flags", [(), ("--quick",)])
+def test_a_completion_record_that_lies_in_a_segment_is_read_whole(
+    folder: Path, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_record(folder, "saved", whole_record(30_000))
+    assert examine(folder, *flags) == 0
+    assert "30,000 tokens" in capsys.readouterr().out
+
+
 def test_a_completion_record_whose_file_was_flipped_is_damage_and_is_dropped(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
