@@ -54,15 +54,51 @@ def refuse_ignored(asked: Json, *, chat: bool, sees: bool) -> None:
     if asked.get("repetition_penalty") not in (None, 0, 1):
         if asked.get("repetition_context_size") not in (None, _CONTEXT_TOKENS):
             _refuse("repetition_context_size", f"this engine always has {_CONTEXT_TOKENS}")
-    biases = asked.get("logit_bias")
-    if not chat and isinstance(biases, dict) and any(biases.values()):
-        _refuse("logit_bias", "this engine has it for chat requests alone")
+    if chat:
+        _refuse_choice(asked)
+    else:
+        _refuse_of_chats(asked)
     if sees:
         return
     if asked.get("top_k") not in (None, 0, -1) and not greedy:
         _refuse("top_k")
     if _changes(asked, "presence_penalty"):
         _refuse("presence_penalty")
+
+
+def _refuse_of_chats(asked: Json) -> None:
+    """Raises ValueError for a setting that text completions would ignore."""
+    why = "this engine has it for chat requests alone"
+    biases, form = asked.get("logit_bias"), asked.get("response_format")
+    if isinstance(biases, dict) and any(biases.values()):
+        _refuse("logit_bias", why)
+    if form is not None and form != {"type": "text"}:
+        _refuse("response_format", why)
+    if asked.get("thinking_token_budget") is not None:
+        _refuse("thinking_token_budget", why)
+
+
+def _refuse_choice(asked: Json) -> None:
+    """Raises ValueError for a ``tool_choice`` that nobody could follow."""
+    choice, tools = asked.get("tool_choice"), asked.get("tools")
+    if choice in (None, "auto", "none"):
+        return
+    functions = [tool.get("function") for tool in _objects(tools)]
+    names = [function.get("name") for function in _objects(functions)]
+    if choice == "required":
+        if not names:
+            _refuse("tool_choice", "there are no tools")
+        return
+    named = choice.get("function") if isinstance(choice, dict) else None
+    if not isinstance(named, dict) or choice.get("type") != "function":
+        _refuse("tool_choice", "this engine knows auto, none, required, and a function's name")
+    elif named.get("name") not in names:
+        _refuse("tool_choice", f"there is no tool named {named.get('name')!r}")
+
+
+def _objects(value: Any) -> list[Json]:
+    """The objects of what should be a list of them; vllm-mlx refuses the others itself."""
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
 
 
 def refuse_parts(asked: Json, *, sees: bool) -> None:

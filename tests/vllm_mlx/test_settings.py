@@ -18,6 +18,10 @@ Json = dict[str, Any]
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 HI = {"messages": [{"role": "user", "content": "hello"}], "prompt": "hello"}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+TOOL = {"name": "look", "description": "Looks.", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": TOOL}]
+USES = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
+FORCED = {"type": "function", "function": {"name": "look"}}
 #: a token that the model never says by itself
 T = 90
 
@@ -61,6 +65,14 @@ def test_either_name_of_the_limit_ends_a_reply(front: Front, path: str) -> None:
         (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
         (COMPLETIONS, {"presence_penalty": -1}, "presence_penalty"),
         (COMPLETIONS, {"logit_bias": {"90": 100}}, "logit_bias"),
+        (COMPLETIONS, {"response_format": {"type": "json_object"}}, "response_format"),
+        (COMPLETIONS, {"thinking_token_budget": 5}, "thinking_token_budget"),
+        (CHAT, {"tool_choice": {**FORCED, "function": {"name": "g"}}}, "no tool named 'g'"),
+        (CHAT, {"tools": TOOLS, "tool_choice": {**FORCED, "function": {"name": "g"}}}, "'g'"),
+        (MESSAGES, {"tools": [USES], "tool_choice": {"type": "tool", "name": "g"}}, "'g'"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice: there are no tools"),
+        (CHAT, {"tools": TOOLS, "tool_choice": "look"}, "tool_choice: this engine knows"),
+        (CHAT, {"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice: this engine"),
         (CHAT, {"temperature": 1, "xtc_probability": 0.5}, "xtc_probability"),
         (CHAT, {"repetition_penalty": 1.2, "repetition_context_size": 64}, "context_size"),
         (CHAT, {"max_completion_tokens": "3"}, "max_completion_tokens"),
@@ -86,11 +98,17 @@ def test_what_the_engine_would_ignore_is_refused_by_its_name(
         {"temperature": 1, "top_k": -1, "min_p": 1.0},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1},
         {"logit_bias": {}, "xtc_probability": 0, "top_p": 1},
+        {"tool_choice": "auto", "response_format": {"type": "text"}},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]},
     ],
 )
 def test_what_changes_nothing_is_taken(front: Front, more: Json) -> None:
     assert said(front, **more) == said(front)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "none", FORCED])
+def test_a_choice_of_a_tool_that_is_there_is_taken(front: Front, choice: Any) -> None:
+    said(front, tools=TOOLS, tool_choice=choice)
 
 
 def test_biases_and_penalties_are_those_of_their_own_request_whatever_came_before(
