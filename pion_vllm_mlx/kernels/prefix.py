@@ -92,7 +92,8 @@ class Prefix:
     row ``t % page`` of block ``table[t // page]``; ``table`` is i32 on the host, of at least
     ceil(N / page) entries, each below the pool's size.  Both sides are alike in shape and type.
 
-    ``statistics`` remembers block statistics of the sparse selectors; it is no part of the value.
+    ``statistics`` remembers block statistics of the sparse selectors, in all at most as many bytes
+    as K and V take; it is no part of the value.
     Raises CommandError where sides, N and block table do not fit together.
     """
 
@@ -132,11 +133,33 @@ class Prefix:
         """Whether the arrays are numpy's."""
         return isinstance(_some_array(self.keys), np.ndarray)
 
+    @property
+    def statistics_bytes(self) -> int:
+        """Bytes of the statistics that are remembered."""
+        return sum(one.nbytes for one in list(self.statistics.values()))
+
     def remember(self, key: tuple[str, int, int], found: BlockStatistics) -> None:
-        """Keep statistics under (selector, block tokens, first token); old ones may go."""
-        while len(self.statistics) >= _KEPT_STATISTICS:
+        """Keep statistics under (selector, block tokens, first token); old ones may go.
+
+        Those of tiny blocks may be larger than the rows, and are not kept.
+        """
+        if found.nbytes > self.nbytes:
+            return
+        while self.statistics and (
+            len(self.statistics) >= _KEPT_STATISTICS
+            or self.statistics_bytes + found.nbytes > self.nbytes
+        ):
             self.statistics.pop(next(iter(self.statistics)), None)
         self.statistics[key] = found
+
+    def forget(self, most_bytes: int) -> None:
+        """Keep of the statistics the latest that take ``most_bytes`` together."""
+        left = most_bytes
+        for key, found in reversed(list(self.statistics.items())):
+            if found.nbytes <= left:
+                left -= found.nbytes
+            else:
+                self.statistics.pop(key, None)
 
 
 def _some_array(side: Side) -> Array:

@@ -129,6 +129,10 @@ class MemoryLimit:
         """Whether commands that need more memory are to be refused."""
         return self._excess() > self._sparable()
 
+    def is_past(self) -> bool:
+        """Whether more is used than allowed, whatever the cache could give up."""
+        return self._excess() > 0
+
     def check(self) -> None:
         """Raise OutOfMemory when the limit is exceeded and the cache cannot help."""
         excess = self._excess()

@@ -179,6 +179,7 @@ class Server:
             self.attention.slots.quota = lambda one: tenants[one].quota if one else 0
         self.attention.follow(self.store)
         self.memory_limit.cache = self.attention
+        self.attention.short_of_memory = self.memory_limit.is_past
 
     @property
     def is_full(self) -> bool:

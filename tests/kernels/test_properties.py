@@ -309,6 +309,29 @@ def test_statistics_are_computed_once_and_only_a_few_are_kept(rng: np.random.Gen
     assert len(prefix.statistics) <= 4
 
 
+def test_statistics_take_no_more_room_than_the_rows(rng: np.random.Generator) -> None:
+    prefix = cases.prefix(rng, (2, 600, 32), "fp16")
+    q = cases.values(rng, (2, 32), "fp32")
+    api.select_blocks(q, prefix, Selection(1, 3, "quest"))  # twice the room of fp16 rows
+    assert prefix.statistics_bytes == 0
+    for block_tokens in range(2, 10):
+        for window in (0, 599):
+            api.select_blocks(q, prefix, Selection(block_tokens, 3, "quest"), window=window)
+            assert 0 < prefix.statistics_bytes <= prefix.nbytes
+
+
+def test_the_latest_statistics_are_kept_where_not_all_may_be(rng: np.random.Generator) -> None:
+    prefix = cases.prefix(rng, (2, 600, 32), "fp32")
+    q = cases.values(rng, (2, 32), "fp32")
+    for block_tokens in (8, 16, 32):
+        api.select_blocks(q, prefix, Selection(block_tokens, 3))
+    sizes = {key[1]: found.nbytes for key, found in prefix.statistics.items()}
+    prefix.forget(sizes[32] + sizes[16])
+    assert [key[1] for key in prefix.statistics] == [16, 32]
+    prefix.forget(sizes[32] - 1)
+    assert not prefix.statistics
+
+
 def test_statistics_of_another_window_or_selector_are_not_mixed_up(
     to: Any, rng: np.random.Generator
 ) -> None:

@@ -45,8 +45,11 @@ class Resident:
     @property
     def nbytes(self) -> int:
         """Bytes of K, V and the block statistics that queries asked for."""
-        derived = list(self.prefix.statistics.values())
-        return self.prefix.nbytes + sum(one.nbytes for one in derived)
+        return self.prefix.nbytes + self.prefix.statistics_bytes
+
+    def shrink(self, most_bytes: int) -> None:
+        """Give up block statistics until so many bytes are left, or K and V alone."""
+        self.prefix.forget(most_bytes - self.prefix.nbytes)
 
     def window(self, asked: int) -> int:
         """The window over the rows that are there, 0 for all of them.

@@ -47,6 +47,9 @@ class Held(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    def shrink(self, most_bytes: int) -> None:
+        """Give up what queries derived until so many bytes are left, or nothing derived is."""
+
 
 HeldT = TypeVar("HeldT", bound=Held)
 
@@ -166,8 +169,15 @@ class SlotTable(Generic[HeldT]):
         self.fit(key)
 
     def fit(self, newest: Key) -> None:
-        """Demote until quota and budget hold; ``newest`` stays."""
+        """Demote until quota and budget hold; ``newest`` stays.
+
+        What queries derived from it may push out others, but is given up where it would not
+        fit even alone.
+        """
         quota = self._quota_of(newest.sid)
+        slot, limits = self.warm.get(newest), [one for one in (quota, self.budget) if one]
+        if slot is not None and limits:
+            slot.held.shrink(min(limits))
         if quota:
             mine = self._of_same_owner(newest)
             excess = sum(self.warm[key].held.nbytes for key in mine) - quota

@@ -12,7 +12,7 @@ from tests.conftest import RunningServer
 from tests.server.attention import oracle
 from tests.server.attention.asking import Asking, Floats, connected, flagged, floats, normal
 from tests.server.memory.lane import OK
-from tests.server.wire import Refusal, refuse
+from tests.server.wire import Refusal, Wire, Word, refuse
 
 COLDMISS = 3
 NONE = normal(0, 1, 0, 32)
@@ -139,6 +139,53 @@ def test_the_budget_is_kept_and_shown(narrow: RunningServer) -> None:
         found = [asking.at(layer=n).lookup() for n in range(5)]
         assert found == ["COLD", "COLD", "COLD", "HIT", "HIT"]
         assert 2 * size < asking.info()["sdpa_bytes"] < 3 * size
+
+
+def auto_words(q: Floats, block: int, window: int = -1, selector: int = 0) -> tuple[Word, ...]:
+    """QUERY_SPARSE_AUTO of one head, the best two blocks."""
+    return (1, 32, block, 2, 1, q.tobytes(), b"", window, selector)
+
+
+@pytest.mark.parametrize("quota", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "stored"])
+def test_no_query_overruns_the_budget_or_the_quota(tmp_path: Path, dtype: str, quota: bool) -> None:
+    tokens, size = 1000, 2 * (2 if dtype == "fp16" else 4) * 32 * 1000
+    limit = size + size // 10
+    flags = ["--requirepass", "boss", "--tenant", "a=pa", "--tenant-quota", f"a={limit}"]
+    flags = flags if quota else ["--attend-budget", str(limit)]
+    with flagged(tmp_path / "data", *flags, "--attend-dtype", dtype) as server:
+        with connected(server) as asking, Wire.tcp(server.port) as operator:
+            if quota:
+                operator.ok("AUTH", "boss")
+                asking.wire.ok("AUTH", "a", "pa")
+            asking.store(*one(4, tokens))
+            seen = set()
+            for block, windows in ((1, (0, 999, 998)), (64, (0, 999)), (7, (0, 500)), (64, (0,))):
+                for window in windows:
+                    for selector in (0, 1):
+                        words = auto_words(Q[:, 0], block, window, selector)
+                        found = floats(asking.command("QUERY_SPARSE_AUTO", *words), 1, 32)
+                        assert np.isfinite(found).all()
+                        held = int(operator.info("INFO", "memory")["attend_bytes"])
+                        assert held <= limit, (block, window, selector)
+                        seen.add(held)
+            assert asking.lookup() == "HIT"
+            assert max(seen) > size  # what fits is kept
+
+
+def test_statistics_that_fit_nowhere_are_used_once_and_change_no_answer(tmp_path: Path) -> None:
+    size = 2 * 4 * 32 * 1000
+    keys, values = one(4, 1000)
+    answers = []
+    for budget in (size, 100 * size):
+        with flagged(tmp_path / str(budget), "--attend-budget", str(budget)) as server:
+            with connected(server) as asking:
+                asking.store(keys, values)
+                for _ in range(2):
+                    words = auto_words(Q[:, 0], 16, 0, 1)
+                    answers.append(asking.command("QUERY_SPARSE_AUTO", *words))
+                assert (asking.info()["sdpa_bytes"] == size) == (budget == size)
+    assert len(set(answers)) == 1 and isinstance(answers[0], bytes)
 
 
 def test_what_does_not_fit_the_budget_at_all_is_refused(narrow: RunningServer) -> None:

@@ -311,8 +311,15 @@ def test_past_maxmemory_stores_and_warms_are_refused_and_queries_are_not(
             assert asking.lookup() == "HIT"
             assert len(asking.query(q)) == q.nbytes
             assert asking.framed(q, (NONE, NONE), MAP)[0] == OK
+            before = asking.info()["sdpa_bytes"]
+            sparse = (HEADS, DIM, 4, 2, HEADS, q.tobytes(), b"")
+            answer = asking.command("QUERY_SPARSE_AUTO", *sparse)
+            assert asking.info()["sdpa_bytes"] == before
         finally:
             asking.wire.ok("CONFIG", "SET", "maxmemory", 0)
+        # with room what chooses the blocks is kept, and the answer is the same
+        assert asking.command("QUERY_SPARSE_AUTO", *sparse) == answer and len(answer) == q.nbytes
+        assert asking.info()["sdpa_bytes"] > before
 
 
 def test_a_drop_frees_what_was_never_registered(shared: RunningServer) -> None:

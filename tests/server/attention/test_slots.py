@@ -15,10 +15,19 @@ from pion_vllm_mlx.server.memory.attend_index import NotStored
 class Rows:
     """K/V that only have a size."""
 
-    nbytes: int = 10
+    rows: int = 10
+    derived: int = 0
     heads: int = 1
     tokens: int = 1
     dim: int = 32
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows + self.derived
+
+    def shrink(self, most_bytes: int) -> None:
+        if self.nbytes > most_bytes:
+            self.derived = 0
 
 
 def key(number: int, owner: str = "s") -> Key:
@@ -87,12 +96,36 @@ def test_what_a_query_derives_counts_against_the_budget() -> None:
     table: SlotTable[Rows] = SlotTable(budget=25)
     table.put(key(0), slot())
     table.put(key(1), slot())
-    table.find(key(1)).held.nbytes = 20
+    table.find(key(1)).held.derived = 10
     table.fit(key(1))
-    assert states(table, 0, 1) == ["COLD", "HIT"]
-    table.find(key(1)).held.nbytes = 99
+    assert states(table, 0, 1) == ["COLD", "HIT"] and table.nbytes == 20
+    table.find(key(1)).held.derived = 89
     table.fit(key(1))
-    assert states(table, 1) == ["HIT"]
+    assert states(table, 1) == ["HIT"] and table.nbytes == 10
+
+
+def test_what_a_query_derives_and_cannot_fit_pushes_out_nobody() -> None:
+    table: SlotTable[Rows] = SlotTable(budget=25)
+    table.put(key(0), slot())
+    table.put(key(1), slot())
+    table.find(key(1)).held.derived = 16
+    table.fit(key(1))
+    assert states(table, 0, 1) == ["HIT", "HIT"] and table.nbytes == 20
+
+
+def test_what_a_query_derives_stays_within_its_owners_quota() -> None:
+    table: SlotTable[Rows] = SlotTable()
+    table.owner = lambda sid: sid[:1]
+    table.quota = lambda owner: 25 if owner == b"a" else 0
+    for number in range(2):
+        table.put(key(number, "a"), slot())
+        table.put(key(number, "b"), slot(100))
+    table.find(key(1, "a")).held.derived = 16
+    table.fit(key(1, "a"))
+    assert table.nbytes == 220 and len(table.warm) == 4
+    table.find(key(1, "a")).held.derived = 15
+    table.fit(key(1, "a"))
+    assert table.nbytes == 225 and table.state(key(0, "a")) == "COLD"
 
 
 def test_an_answer_from_a_replaced_slot_is_no_access_to_the_new_one() -> None:
