@@ -134,21 +134,20 @@ class AttentionCache:
         """
         slot = self.slots.find(key)
         pending = self._touching(key, slot, self.engine.begin(request.bound(slot.held), wanted))
-        return self._fitting(key, slot, pending) if isinstance(request, Auto) else pending
+        return self._fitting(key, pending) if isinstance(request, Auto) else pending
 
     async def _touching(self, key: Key, slot: Slot[Resident], pending: Awaitable[Arrays]) -> Arrays:
         found = await pending
         self.slots.touch(key, slot)
         return found
 
-    async def _fitting(self, key: Key, slot: Slot[Resident], pending: Awaitable[Arrays]) -> Arrays:
+    async def _fitting(self, key: Key, pending: Awaitable[Arrays]) -> Arrays:
         """Block statistics are made by the first query that needs them; looks at every slot."""
         try:
             return await pending
         finally:
-            if self.device == placement.HOST and self.short_of_memory():
-                slot.held.shrink(0)
-            self.slots.fit(key)
+            short = self.device == placement.HOST and self.short_of_memory()
+            self.slots.fit(key, keep_derived=not short)
 
     def follow(self, store: Store) -> None:
         """Forget from now on what the store drops for good."""

@@ -168,14 +168,15 @@ class SlotTable(Generic[HeldT]):
         self.warm[key] = slot
         self.fit(key)
 
-    def fit(self, newest: Key) -> None:
+    def fit(self, newest: Key, *, keep_derived: bool = True) -> None:
         """Demote until quota and budget hold; ``newest`` stays.
 
         What queries derived from it may push out others, but is given up where it would not
-        fit even alone.
+        fit even alone, or not ``keep_derived``.
         """
         quota = self._quota_of(newest.sid)
-        slot, limits = self.warm.get(newest), [one for one in (quota, self.budget) if one]
+        slot = self.warm.get(newest)
+        limits = [one for one in (quota, self.budget) if one] if keep_derived else [0]
         if slot is not None and limits:
             slot.held.shrink(min(limits))
         if quota:
