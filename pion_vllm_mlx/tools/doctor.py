@@ -134,7 +134,7 @@ def _check_worker(folder: Path, worker: int, shadow: Path, report: Report, quick
             report.facts.append(f"{path.name}: {size_text(path.stat().st_size)}")
     segments = list(paths.segments.iterdir()) if paths.segments.is_dir() else []
     if segments:
-        size = sum(path.stat().st_blocks * 512 for path in segments)
+        size = sum(path.lstat().st_blocks * 512 for path in segments)
         report.facts.append(f"{paths.segments.name}: {len(segments)} files, {size_text(size)}")
     portable = _is_portable(paths.vstore)
     _look_for_logs(paths, keys, report)

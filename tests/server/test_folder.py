@@ -181,12 +181,58 @@ def test_a_segment_that_is_a_link_is_neither_read_nor_written(tmp_path: Path) ->
     assert target.read_bytes() == before
 
 
+def folder_of_somebody(path: Path, target: Path) -> None:
+    path.mkdir()
+    (path / "note").write_text("somebody's")
+
+
+@pytest.mark.parametrize("place", [folder_of_somebody, dangling, pipe])
+@pytest.mark.parametrize("flags", [(), ("--repair",)])
+def test_what_is_no_file_in_a_segments_place_costs_its_prefix_and_no_start(
+    tmp_path: Path,
+    place: Callable[[Path, Path], None],
+    flags: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = RunningServer(free_port_block(), tmp_path / "data")
+    try:
+        server.start()
+        with Wire.tcp(server.port) as wire:
+            for name in ("gone", "whole"):
+                wire.ok("KV.PREFIX.REGISTER", name, 64, "fp16")
+                for side in ("pk", "pv"):
+                    rows = bytes(128_000)
+                    wire.ok("V.STOREBATCH", f"{name}_{side}", 0, 0, 1000, rows, "FMT", "F16")
+                wire.ok("KV.PREFIX.SAVE")
+        server.kill()
+        segments = server.dir / "pion.segments.0"
+        first = min(segments.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        first.unlink()
+        place(first, tmp_path / "target")
+        place(segments / "another", tmp_path / "target")
+        assert cli.main(["doctor", "--dir", str(server.dir)]) == 1
+        assert ": rows or states are missing on disk" in capsys.readouterr().out
+        for _ in range(2):
+            server.start(*flags)
+            with Wire.tcp(server.port) as wire:
+                assert wire.ask("KV.PREFIX.LOOKUP", "gone") == "MISS"
+                assert wire.ask("KV.PREFIX.LOOKUP", "whole") == "HIT"
+                assert len(wire.ask("V.FETCH", "whole_pk", 0, "RANGE", 0, 1000)) == 256_000
+            server.kill()
+    finally:
+        server.stop()
+    if place is folder_of_somebody:
+        kept = list(server.dir.glob("pion.segments.0*/*/note"))
+        assert len(kept) == 2
+
+
 def test_no_file_of_ours_is_opened_through_a_link_or_waits_for_a_pipe(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "link").symlink_to(tmp_path / "file")
     os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
     for flags in (os.O_RDONLY, os.O_RDWR, os.O_WRONLY, os.O_RDWR | os.O_CREAT | os.O_TRUNC):
-        for name in ("link", "pipe"):
+        for name in ("link", "pipe", "folder"):
             with pytest.raises(NotRegular, match="not a regular file"):
                 FileHandle(tmp_path / name, flags)
     assert (tmp_path / "file").read_bytes() == b"x"

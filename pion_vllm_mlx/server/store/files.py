@@ -61,7 +61,7 @@ class Retired:
 
 
 class NotRegular(OSError):
-    """In the place of a file of ours is a link, a pipe or something else."""
+    """In the place of a file of ours is a link, a pipe, a folder or something else."""
 
 
 class FileHandle:
@@ -83,7 +83,7 @@ class FileHandle:
         try:
             self.fd = os.open(path, flags, FILE_MODE)
         except OSError as error:
-            if error.errno in (errno.ELOOP, errno.ENXIO):
+            if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 raise NotRegular(error.errno, _NOT_REGULAR, str(path)) from error
             raise
         if not stat.S_ISREG(os.fstat(self.fd).st_mode):
@@ -259,6 +259,18 @@ def is_foreign(path: Path) -> bool:
         return not stat.S_ISREG(path.lstat().st_mode)
     except FileNotFoundError:
         return False
+
+
+def unlink_file(path: Path) -> bool:
+    """Remove a file or link; whether it is gone. A folder in its place is not ours, and stays."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        # macOS says EPERM of a folder
+        if not path.is_dir():
+            raise
+        return False
+    return True
 
 
 def aside_name(path: Path) -> Path:

@@ -273,6 +273,7 @@ class Recovery:
         sizes = {
             entry.name.removesuffix(SUFFIX): entry.stat().st_size
             for entry in os.scandir(self.folder.path)
+            if entry.is_file()
         }
 
         def reaches(place: Place, length: int) -> bool:

@@ -30,6 +30,7 @@ from pion_vllm_mlx.server.store.files import (
     pread_exactly,
     pwrite_all,
     pwritev_all,
+    unlink_file,
 )
 from pion_vllm_mlx.server.store.segment_header import (
     LENGTH_BYTES,
@@ -125,7 +126,7 @@ class Segment:
         with contextlib.suppress(OSError):
             self._unlinked = self.file
             self._unlinked.retired = self.files.retired
-        self.path.unlink(missing_ok=True)
+        unlink_file(self.path)
         # only now: who asks in between would open it again, and keep its blocks
         self.files.forget(self.path)
 
@@ -335,10 +336,7 @@ class SegmentFolder:
 
     def remove_orphans(self) -> int:
         """Delete files that no record names; how many there were."""
-        orphans = self.orphans()
-        for path in orphans:
-            path.unlink(missing_ok=True)
-        return len(orphans)
+        return sum(unlink_file(path) for path in self.orphans())
 
     def flush(self, segments: Iterable[Segment] | None = None) -> None:
         """Bring segments to stable storage, by default all that are due. May block.
