@@ -1,5 +1,5 @@
 # make demo | make test | make lint | make docs | make test-mlx-lm-0.31 | make test-vllm-mlx |
-# make kill-loop | make clean
+# make test-torch | make kill-loop | make clean
 # Each makes the virtual environment it needs; nothing outside this folder is changed.
 
 # The first interpreter that is new enough: on a Mac plain python3 may be too old.
@@ -10,6 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11 p
 VENV := .venv
 OLD_VENV := .venvs/mlx-lm-0.31
 VLLM_VENV := .venvs/vllm-mlx
+TORCH_VENV := .venvs/torch
 PIP_FLAGS := --quiet --disable-pip-version-check
 
 # mlx's CPU wheel comes with a slow BLAS. Where Debian's OpenBLAS lies, it is put before it:
@@ -20,7 +21,11 @@ RUN := $(if $(OPENBLAS),env LD_PRELOAD=$(OPENBLAS),)
 ARGS ?=
 PYTEST_ARGS ?= -q -n 2 --dist loadfile
 
-.PHONY: demo test lint pytest kill-loop docs test-mlx-lm-0.31 test-vllm-mlx clean
+# torch without its gigabytes of CUDA libraries; a Mac's wheel has none.
+TORCH := $(if $(filter Linux,$(shell uname -s)),torch==2.13.0+cpu,torch)
+TORCH_FLAGS := --retries 0 --extra-index-url https://download.pytorch.org/whl/cpu
+
+.PHONY: demo test lint pytest kill-loop docs test-mlx-lm-0.31 test-vllm-mlx test-torch clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -54,6 +59,11 @@ test-mlx-lm-0.31: $(OLD_VENV)/.dev
 test-vllm-mlx: $(VLLM_VENV)/.dev
 	$(RUN) $(VLLM_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS) tests/vllm_mlx
 
+# The attention layers for torch, and LMCache's own client, each on the real thing.
+test-torch: $(TORCH_VENV)/.dev
+	$(TORCH_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS) \
+		tests/cache/test_externalized_torch.py tests/cache/test_lmcache_wheel.py
+
 $(VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -65,6 +75,10 @@ $(OLD_VENV)/bin/python:
 $(VLLM_VENV)/bin/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
 	$(PYTHON) -m venv $(VLLM_VENV)
+
+$(TORCH_VENV)/bin/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(TORCH_VENV)
 
 $(VENV)/.demo: pyproject.toml | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[demo]'
@@ -83,6 +97,16 @@ $(VLLM_VENV)/.dev: pyproject.toml | $(VLLM_VENV)/bin/python
 	$(VLLM_VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[serve,dev]' 'mlx-lm<0.32' \
 		fastapi requests jsonschema python-multipart
 	$(VLLM_VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps 'vllm-mlx==0.6.0'
+	@touch $@
+
+# LMCache asks for CUDA libraries that its client of a Redis server does not use. Neither it nor
+# this torch has a wheel for every system: what cannot be installed here, its tests say they skip.
+$(TORCH_VENV)/.dev: pyproject.toml | $(TORCH_VENV)/bin/python
+	$(TORCH_VENV)/bin/python -m pip install $(PIP_FLAGS) -e '.[mlx,dev]'
+	-$(TORCH_VENV)/bin/python -m pip install $(PIP_FLAGS) $(TORCH_FLAGS) '$(TORCH)' && \
+		$(TORCH_VENV)/bin/python -m pip install $(PIP_FLAGS) --no-deps 'lmcache==0.5.6' && \
+		$(TORCH_VENV)/bin/python -m pip install $(PIP_FLAGS) aiofile aiohttp cachetools \
+		cryptography msgspec numba py-cpuinfo pyzmq requests
 	@touch $@
 
 clean:

@@ -19,7 +19,7 @@ from tests.conftest import RunningServer
 
 torch: Any = pytest.importorskip(
     "torch",
-    reason="torch is not installed: pip install torch (on Linux with CUDA libraries, about 4 GB)",
+    reason="torch is not installed: make test-torch",
     exc_type=ImportError,
 )
 external: Any = pytest.importorskip("pion_vllm_mlx.cache.externalized_torch")

@@ -1,7 +1,7 @@
 """LMCache's own connectors store and find their chunks at this server.
 
-Runs where the wheel and what it imports are installed: ``pip install lmcache`` brings
-torch with its CUDA libraries, about 4 GB, too much for every run of the tests.
+Runs where the wheel and what its client imports are installed: ``make test-torch`` does that
+without the gigabytes of CUDA libraries that ``pip install lmcache`` brings.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ import pytest
 from pion_vllm_mlx.cache import LMCacheRemoteBackend
 from tests.conftest import RunningServer
 
-_WHY = (
-    "LMCache is not importable: pip install lmcache in an environment of its own (with torch and "
-    "CUDA libraries about 4 GB), then run this file there"
-)
+_WHY = "LMCache is not importable: make test-torch"
 torch: Any = pytest.importorskip("torch", reason=_WHY, exc_type=ImportError)
 _connectors: Any = pytest.importorskip(
     "lmcache.v1.storage_backend.connector.redis_connector", reason=_WHY, exc_type=ImportError
