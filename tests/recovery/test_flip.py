@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 from pathlib import Path
@@ -198,6 +199,33 @@ def test_every_flipped_row_byte_is_a_miss(folder: Path) -> None:
     for position in places:
         with Driver(copies.flipped(f"pion.segments.0/{segment.name}", position)) as driver:
             assert driver.content() == {}
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("rows", r"n_pv dropped with its namespace: \S+ at \d+: checksum of rows is wrong"),
+        ("state", "n dropped with its namespace: checksum of a state is wrong"),
+    ],
+)
+def test_what_is_found_damaged_when_it_is_read_is_told_in_the_log(
+    folder: Path, what: str, told: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Driver(folder) as driver:
+        driver.ask(*register("n", 1, WIDTH))
+        driver.ask(*rows("n_pv", 0, 0, 2, WIDTH))
+        driver.ask(*state("n", 0, 70_000))
+        driver.ask("KV.PREFIX.MAP", "n")
+        run = next(iter(driver.store.state.sessions[b"n_pv"].runs()))
+        place = run.place if what == "rows" else driver.store.state.states[b"n"][0].place
+        path, at = Path(place.segment.path), place.offset  # type: ignore[union-attr]
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+    with Driver(folder) as driver, caplog.at_level(logging.WARNING):
+        assert driver.content() == {}
+    (record,) = [record for record in caplog.records if "dropped" in record.message]
+    assert re.fullmatch(told, record.message)
 
 
 def test_a_flipped_byte_of_a_portable_copy_is_refused_or_missed(folder: Path) -> None:

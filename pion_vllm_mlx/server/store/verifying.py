@@ -1,11 +1,13 @@
 """Rows and states that do not verify: found before they are used, and dropped.
 
 What was not checked since the start is checked when it is first read. What does not verify goes
-with its whole namespace, is counted, and its reason remembered for KV.PREFIX.EXPLAIN.
+with its whole namespace, is counted, told in the log, and its reason remembered for
+KV.PREFIX.EXPLAIN.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -16,6 +18,8 @@ from pion_vllm_mlx.server.store.records import Drop, Record
 from pion_vllm_mlx.server.store.rows import verify_run
 from pion_vllm_mlx.server.store.segments import Segment, SegmentFolder
 from pion_vllm_mlx.server.store.store import Store
+
+log = logging.getLogger(__name__)
 
 
 async def verified(store: Store, sessions: Sequence[Session]) -> bool:
@@ -60,6 +64,8 @@ async def drop_damaged(store: Store, sessions: Sequence[Session], why: str) -> N
         effects = list(dict.fromkeys(effects))
         gone = [sid for effect in effects if isinstance(effect, Drop) for sid in effect.sids]
         store.counters.damaged += len(gone)
+        if sids:
+            log.warning("%s dropped with its namespace: %s", ", ".join(map(_shown, sids)), why)
         return effects
 
     await store.commit(build)
@@ -73,6 +79,11 @@ async def drop_damaged_state(store: Store, sid: bytes, blob: StateBlob, why: str
         if not any(held is blob for held in store.state.states.get(sid, {}).values()):
             return []
         store.counters.damaged += 1
+        log.warning("%s dropped with its namespace: %s", _shown(sid), why)
         return eviction.drop_namespace(store.state, sid, f"damaged: {why}", int(time.time()))
 
     await store.commit(build)
+
+
+def _shown(sid: bytes) -> str:
+    return sid.decode("utf-8", "backslashreplace")
