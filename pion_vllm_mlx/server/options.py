@@ -151,7 +151,12 @@ _FLAGS: dict[str, Flag] = {
     ),
     "--ns-prefix": Flag("ns_prefix", str.encode, help="namespaces start with this", metavar="S"),
     "--no-wal": Flag("wal", value=False, help="no logs: only SAVE keeps anything"),
-    "--wal-size": Flag("wal_size_mb", _number(1, 1 << 20), help="MB before a SAVE", metavar="MB"),
+    "--wal-size": Flag(
+        "wal_size_mb",
+        _number(1, 1 << 20),
+        help="MB of a log before a SAVE; without a quiet moment up to four times that",
+        metavar="MB",
+    ),
     "--wal-max-segments": Flag("", _number(0, 1 << 31)),
     "--wal-full-policy": Flag("", _choice("refuse")),
     "--appendfsync": Flag(
