@@ -109,7 +109,7 @@ class PionPrefixCache:
             log.exception("the prefix cache failed")
             lookup, caches = Lookup(NO_TOKENS, why=f"the cache failed: {error}"), None
         self.last_lookup = lookup
-        self._count(lookup, len(prompt))
+        self._counters.count(lookup, len(prompt))
         self._last_matched_key = prompt[: lookup.reused_tokens] if caches else None
         self._last_match_type = "prefix" if caches else "miss"
         return (caches, prompt[lookup.reused_tokens :]) if caches else (None, prompt)
@@ -134,10 +134,11 @@ class PionPrefixCache:
     def get_stats(self) -> dict[str, Any]:
         """vllm-mlx's own statistics, ours beside them under ``pion``.  Any thread."""
         counters, live = self._counters, self._live
-        hits, asked = counters.requests - counters.hits_none, counters.requests
+        misses, asked = counters.hits["none"], counters.requests
+        hits = asked - misses
         return {
             "hits": hits,
-            "misses": counters.hits_none,
+            "misses": misses,
             "hit_rate": round(hits / asked, 4) if asked else 0.0,
             "evictions": live.evictions,
             "tokens_saved": counters.tokens_reused,
@@ -301,14 +302,23 @@ class PionPrefixCache:
         return self._store
 
     def pion_stats(self) -> dict[str, Any]:
-        """Our own counters, flat.  Any thread."""
+        """Our own counters under the names of ``/v1/pion/stats``.  Any thread."""
         store = self._store
-        mine: dict[str, Any] = {**vars(self._counters), "live_bytes": self._live.nbytes}
-        if self.settings.options is None:
-            return {"pion": "disabled", **mine}
         stored = store.stats() if store is not None else {}
-        told = {"reading_ahead": not self._ahead.done, "generation_thread": self.blocking.as_dict()}
-        return {**mine, **stored, **told}
+        return {
+            **({"pion": "disabled"} if self.settings.options is None else {}),
+            **dict.fromkeys(("tokens_looked_up", "read_ahead"), 0),
+            **stored,
+            **self._counters.as_dict(),
+            "restores": stored.get("hits", 0),
+            "resumes": 0,
+            "reading_ahead": not self._ahead.done,
+            "live_bytes": self._live.nbytes,
+            "live_entries": len(self._live),
+            "live_evictions": self._live.evictions,
+            "generation_thread": self.blocking.as_dict(),
+            "prefill_tokens_per_second": round(self.prefill_tokens_per_second, 1),
+        }
 
     def close(self) -> None:
         """Write what waits and let the store go."""
@@ -365,15 +375,6 @@ class PionPrefixCache:
             lookup.why = NOT_RESTORED
         else:
             lookup.restored = restored
-
-    def _count(self, lookup: Lookup, prompt_tokens: int) -> None:
-        counters = self._counters
-        counters.requests += 1
-        counters.tokens_prompt += prompt_tokens
-        counters.tokens_reused += lookup.reused_tokens
-        counters.hits_none += lookup.reused_tokens == 0
-        counters.hits_memory += lookup.tier == "memory"
-        counters.hits_store += lookup.tier not in ("memory", "none")
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self._told:

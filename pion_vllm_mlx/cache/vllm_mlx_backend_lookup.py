@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,16 +114,33 @@ class Counters:
     """Numbers of one cache object; written by one thread, read by any.
 
     Of all requests: ``tokens_prompt`` tokens of prompts, of which ``tokens_reused`` were not
-    computed. ``kept_live`` and ``refused_live`` are prefixes, ``replies_kept`` of those the ends
-    of replies: a next turn reuses what was generated, too. The store has counters of its own.
+    computed, and ``hits`` by where they were found. ``kept_live`` and ``refused_live`` are
+    prefixes, ``replies_kept`` of those the ends of replies: a next turn reuses what was
+    generated, too. The store has counters of its own.
     """
 
     requests: int = 0
     tokens_prompt: int = 0
     tokens_reused: int = 0
-    hits_memory: int = 0
-    hits_store: int = 0
-    hits_none: int = 0
+    hits: Counter[str] = field(default_factory=Counter)
     kept_live: int = 0
     replies_kept: int = 0
     refused_live: int = 0
+
+    def count(self, lookup: Lookup, prompt_tokens: int) -> None:
+        """One request."""
+        self.requests += 1
+        self.tokens_prompt += prompt_tokens
+        self.tokens_reused += lookup.reused_tokens
+        self.hits[lookup.tier if lookup.reused_tokens else "none"] += 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Those that every engine has; what this one alone has is under ``vllm_mlx``."""
+        own = ("kept_live", "replies_kept", "refused_live")
+        return {
+            "requests": self.requests,
+            "tokens_prompt": self.tokens_prompt,
+            "tokens_reused": self.tokens_reused,
+            **{f"hits_{tier}": count for tier, count in sorted(self.hits.items())},
+            "vllm_mlx": {name: vars(self)[name] for name in own},
+        }

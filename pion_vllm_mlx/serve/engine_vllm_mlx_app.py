@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from pion_vllm_mlx.cache.lineage import Explanation, LineageStore
@@ -148,14 +148,25 @@ async def asked_of(app: App, scope: Scope, body: dict[str, Any]) -> Said:
 
 
 def stats() -> dict[str, Any]:
-    """Flat counters of the engine's cache; ``{"pion": "disabled"}`` without a store."""
+    """Flat counters of the engine's caches; ``{"pion": "disabled"}`` without a store."""
     told = [cache.pion_stats() for cache in installed_caches()]
-    if len(told) < 2:
-        return told[0] if told else {"pion": "no model is loaded yet"}
-    total: dict[str, Any] = {"models": len(told)}
+    if not told:
+        return {"pion": "no model is loaded yet"}
+    if "pion" in told[0]:
+        return {"pion": told[0]["pion"]}
+    return told[0] if len(told) == 1 else {"models": len(told), **added(told)}
+
+
+def added(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The counters of several models as those of one; what is no number is the last one's."""
+    total: dict[str, Any] = {}
     for name, value in ((name, value) for one in told for name, value in one.items()):
-        adds = isinstance(value, int | float) and not isinstance(value, bool)
-        total[name] = total.get(name, 0) + value if adds else value
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            total[name] = value
+        elif name in ("budget_bytes", "prefill_tokens_per_second"):
+            total[name] = max(value, total.get(name, 0))
+        else:
+            total[name] = total.get(name, 0) + value
     return total
 
 

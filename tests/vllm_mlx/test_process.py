@@ -123,8 +123,7 @@ def test_stats_without_a_store_say_so(engine: EngineProcess) -> None:
     for _ in range(2):
         engine.chat(HELLO)
     status, stats = engine.ask("/v1/pion/stats")
-    assert (status, stats["pion"]) == (200, "disabled")
-    assert stats["tokens_reused"] > 0
+    assert (status, stats) == (200, {"pion": "disabled"})
 
 
 @pytest.mark.timeout(300)  # six engines, one after the other
