@@ -150,7 +150,7 @@ class Engine:
         for job in abandoned:
             if not job.done.done():
                 job.done.set_exception(CommandError("nobody waits for this any more"))
-        self.queries += sum(job.work.rows > 0 for job, _ in done)
+        self.queries += sum(_answers(job, outcome) for job, outcome in done)
         self.shared_passes += len(done) > 1
         for job, outcome in done:
             if job.done.done():
@@ -184,6 +184,11 @@ def _sorted_out(
         else:
             done.append((job, outcome))
     return unfinished, done
+
+
+def _answers(job: _Job, outcome: Any) -> bool:
+    """Whether it is a query, and was answered."""
+    return job.work.rows > 0 and not isinstance(outcome, BaseException)
 
 
 def _next_group(waiting: deque[_Job]) -> list[_Job]:

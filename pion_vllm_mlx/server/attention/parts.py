@@ -42,6 +42,11 @@ class Extent:
         fit = min(scores // (self.seen + self.suffix), _VALUES // self.dim) // self.heads
         return max(fit, -(-_LEAST_ROWS * self.kv_heads // self.heads))
 
+    @property
+    def is_long(self) -> bool:
+        """Whether there are several parts."""
+        return self.queries > self.most
+
     def spans(self) -> list[Span]:
         """The parts, of about equal length.
 

@@ -5,7 +5,8 @@ D head dimension. Both lanes build the same objects, so their replies are the sa
 Whatever arrives is float32, as is every reply.
 
 A request is built from sizes and blobs (CommandError for blobs of another size), bound to
-what is resident (CommandError where H or D differ), and then computed by the engine.
+what is resident (CommandError where H or D differ), and then computed by the engine. Until
+then nobody reads a blob: one may be long, and the event loop has others to serve.
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ def raw(array: NDArray[Any]) -> memoryview:
     return np.ascontiguousarray(array, "<f4").reshape(-1).view(np.uint8).data
 
 
+def aligned(array: NDArray[Any]) -> NDArray[Any]:
+    """The array in whole words, as kernels want it; inside of a frame it may begin anywhere."""
+    return array if array.flags.aligned else array.copy()
+
+
+def aligned_suffix(suffix: api.Suffix | None) -> api.Suffix | None:
+    """The same of a suffix."""
+    return suffix and api.Suffix(aligned(suffix.keys), aligned(suffix.values))
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What a query says of itself. ``window``: as ``Resident.window`` takes it."""
@@ -55,13 +66,11 @@ class Sizes:
                 raise CommandError(f"{self.where}: {name} must be 1 to {most}")
 
     def blob(self, name: str, data: Blob, *shape: int) -> Floats:
-        """A blob of that shape as an aligned array. Raises CommandError."""
+        """A blob of that shape, where it lies: maybe not in whole words. Raises CommandError."""
         wanted = 4 * math.prod(shape)
         if len(data) != wanted:
             raise CommandError(f"{self.where}: {name} blob size {len(data)} instead of {wanted}")
-        found = np.frombuffer(data, "<f4").reshape(shape)
-        # inside of a frame a blob may begin anywhere; kernels want whole words
-        return found if found.flags.aligned else found.copy()
+        return np.frombuffer(data, "<f4").reshape(shape)
 
     def queries(self, data: Blob) -> Floats:
         """Q as ``[H, M, D]``, M from its length. Raises CommandError."""
@@ -125,8 +134,12 @@ class Dense:
         bound = BoundDense(self, resident.prefix, self.sizes.check(resident))
         if bound.rows == 1:
             return bound  # most are, and there is nothing to cut
-        spans = bound.extent.spans()
-        return bound if len(spans) == 1 else LongDense(bound, spans)
+        return LongDense(bound) if bound.extent.is_long else bound
+
+    def aligned(self) -> Dense:
+        """The same with arrays in whole words."""
+        q, suffix = aligned(self.q), aligned_suffix(self.suffix)
+        return replace(self, q=q, suffix=suffix)
 
     def part(self, span: Span) -> Dense:
         """The query of some of its tokens; its suffix None where each of them sees all of it."""
@@ -144,7 +157,8 @@ class Dense:
     def reply(self, found: api.Attended) -> Arrays:
         """What is sent of a result."""
         trailer = self.with_lse and self.q.shape[1] > 1
-        return [found.out, found.lse] if trailer else [found.out]
+        arrays = [found.out, found.lse] if trailer else [found.out]
+        return [np.ascontiguousarray(array) for array in arrays]
 
 
 @dataclass(frozen=True)
@@ -184,12 +198,12 @@ class BoundDense:
 
     def attended(self) -> api.Attended:
         """Output and log-sum-exp of all its queries at once."""
-        asked = self.asked
+        asked = self.asked.aligned()
         return api.attend_fused(asked.q, self.prefix, asked.suffix, asked.head_map, self.window)
 
     def together(self, others: Sequence[BoundDense]) -> list[Arrays]:
         """One pass over the prefix for all; each suffix is attended for itself and merged."""
-        everyone = [self.asked, *(other.asked for other in others)]
+        everyone = [one.asked.aligned() for one in (self, *others)]
         q = np.concatenate([asked.q for asked in everyone], axis=1)
         found = api.attend(q, self.prefix, self.asked.head_map, self.window)
         if any(asked.suffix for asked in everyone):
@@ -205,11 +219,14 @@ class BoundDense:
 
 
 class LongDense:
-    """A dense query that is computed in parts, one a call. Never shares a pass."""
+    """A dense query that is computed in parts, one a call. Never shares a pass.
+
+    Without ``spans`` those of its extent.
+    """
 
     group = None
 
-    def __init__(self, whole: BoundDense, spans: Sequence[Span]) -> None:
+    def __init__(self, whole: BoundDense, spans: Sequence[Span] = ()) -> None:
         self._whole = whole
         self._left = deque(spans)
         self._found: api.Attended | None = None
@@ -221,6 +238,8 @@ class LongDense:
     def alone(self) -> Arrays | Progress:
         """The next part; after the last one the reply."""
         if self._found is None:
+            self._whole = replace(self._whole, asked=self._whole.asked.aligned())
+            self._left.extend([] if self._left else self._whole.extent.spans())
             q = self._whole.asked.q
             self._found = api.Attended(np.empty_like(q), np.empty(q.shape[:2], np.float32))
         span = self._left.popleft()
@@ -264,7 +283,11 @@ class Sparse:
     def bound(self, resident: Resident) -> Call[Arrays]:
         """With its slot. Raises CommandError where it does not fit."""
         window = self.sizes.check(resident)
-        indices, counts = self.indices, self.counts
+        return Call(lambda: [self._attend(resident, window)], rows=1)
+
+    def _attend(self, resident: Resident, window: int) -> Floats:
+        """The output. Raises CommandError for an index outside of the prefix."""
+        indices, counts = aligned(self.indices), aligned(self.counts)
         inside = (indices >= 0) & (indices < resident.tokens)
         used = np.arange(indices.shape[1]) < counts[:, None]
         if not bool((inside | ~used).all()):
@@ -275,10 +298,8 @@ class Sparse:
             order = np.argsort(~used, axis=1, kind="stable")
             indices = np.take_along_axis(indices, order, axis=1) - np.int32(resident.absent)
             counts = used.sum(axis=1).astype(np.uint32)
-        q, prefix = self.q, resident.prefix
-        return Call(
-            lambda: [api.attend_sparse(q, prefix, indices, counts, window=window).out], rows=1
-        )
+        found = api.attend_sparse(aligned(self.q), resident.prefix, indices, counts, window=window)
+        return np.asarray(found.out)
 
 
 @dataclass(frozen=True)
@@ -297,10 +318,9 @@ class Auto:
         return Call(lambda: [self._attend(resident.prefix, window).out], rows=1)
 
     def _attend(self, prefix: api.Prefix, window: int) -> api.Attended:
-        if self.suffix is None:
-            return api.attend_sparse_auto(self.q, prefix, self.selection, self.head_map, window)
         return api.attend_sparse_auto_fused(
-            self.q, prefix, self.suffix, self.selection, self.head_map, window
+            *(aligned(self.q), prefix, aligned_suffix(self.suffix)),
+            *(self.selection, self.head_map, window),
         )
 
 

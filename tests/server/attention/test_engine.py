@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.kernels import api
 from pion_vllm_mlx.server.attention.engine import MAX_ROWS, Call, Engine
-from pion_vllm_mlx.server.attention.requests import Dense, Sizes
+from pion_vllm_mlx.server.attention.requests import Auto, Dense, Sizes, Sparse
 from pion_vllm_mlx.server.attention.resident import Resident, from_floats
 from tests.server.attention import oracle
 from tests.server.attention.asking import Floats, normal
@@ -225,5 +225,85 @@ def test_what_nobody_waits_for_any_more_is_not_computed() -> None:
                 gone.cancel()
         await asyncio.gather(*calls[1::2])
         assert computed == [1, 3, 5]
+
+    run(work)
+
+
+class Watched(np.ndarray[Any, Any]):
+    """An array that remembers on which threads somebody computed with it."""
+
+    threads: ClassVar[list[str]] = []
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        self.threads.append(threading.current_thread().name)
+        plain = [np.asarray(one) for one in inputs]
+        return getattr(ufunc, method)(*plain, **options)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        self.threads.append(threading.current_thread().name)
+        return super().__array_function__(function, types, args, kwargs)
+
+
+@pytest.mark.parametrize("absent", [0, 40])
+def test_indices_are_looked_at_on_the_thread_alone(absent: int) -> None:
+    async def work(engine: Engine) -> None:
+        Watched.threads.clear()
+        slot = from_floats(KEYS, VALUES, "fp32", absent)
+        indices = np.arange(absent, absent + 200, dtype=np.int32)[None].repeat(2, axis=0)
+        sizes, counts = Sizes("X", 2, 2, 32, 150), np.array([200, 7], np.uint32)
+        q = normal(3, 2, 32)
+        asked = Sparse(sizes, q, indices.view(Watched), counts)
+        pending = engine.begin(asked.bound(slot))
+        assert Watched.threads == [] or set(Watched.threads) == {"attention"}
+        (found,) = await pending
+        assert set(Watched.threads) == {"attention"}
+        wanted, _ = oracle.dense(q[:1, None], KEYS[:1, -150:], VALUES[:1, -150:])
+        np.testing.assert_allclose(found[:1], wanted[:, 0], rtol=0, atol=1e-5)
+
+    run(work)
+
+
+def test_an_index_outside_is_refused_by_the_thread() -> None:
+    async def work(engine: Engine) -> None:
+        sizes, counts = Sizes("X", 2, 2, 32, 0), np.array([1, 1], np.uint32)
+        asked = Sparse(sizes, normal(3, 2, 32), np.array([[3], [200]], np.int32), counts)
+        bound = asked.bound(resident())  # nobody has looked
+        with pytest.raises(CommandError, match="an index is outside of the prefix"):
+            await engine.begin(bound)
+
+    run(work)
+
+
+def odd(array: Floats) -> memoryview:
+    """The bytes of an array, from an odd address on."""
+    memory = np.empty(array.nbytes + 8, np.uint8)
+    first = 1 - memory.ctypes.data % 4 + 4
+    memory[first : first + array.nbytes] = np.frombuffer(array.tobytes(), np.uint8)
+    return memory[first : first + array.nbytes].data
+
+
+@pytest.mark.parametrize("rows", [1, 3, 5000])
+def test_what_begins_between_two_words_is_copied_by_the_thread(rows: int) -> None:
+    async def work(engine: Engine) -> None:
+        sizes = Sizes("X", 2, 2, 32, 0)
+        q, keys, values = normal(1, 2, rows, 32), normal(2, 2, 5, 32), normal(3, 2, 5, 32)
+        blobs = [odd(one) for one in (q, keys, values)]
+        suffix = sizes.suffix(5, *blobs[1:])
+        assert suffix is not None
+        asked = Dense(sizes, sizes.queries(blobs[0]), None, suffix, with_lse=True)
+        arrays = (asked.q, suffix.keys, suffix.values)
+        for array, blob in zip(arrays, blobs, strict=True):
+            assert np.shares_memory(array, np.frombuffer(blob, np.uint8))
+            assert not array.flags.aligned
+        async with held_up(engine):
+            waiting = [engine.begin(asked.bound(resident())) for _ in range(2)]
+            assert not any(one.done() for one in waiting)
+        for found in await asyncio.gather(*waiting):
+            wanted = oracle.fused(q, (KEYS, VALUES), (keys, values))
+            np.testing.assert_allclose(found[0], wanted, rtol=0, atol=1e-5)
+        selection = api.Selection(16, 2)
+        one, whole = (Auto(sizes, array[:, 0], None, selection, suffix) for array in (asked.q, q))
+        odd_found, found = [await engine.begin(auto.bound(resident())) for auto in (one, whole)]
+        np.testing.assert_array_equal(odd_found[0], found[0])
 
     run(work)
