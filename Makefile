@@ -49,10 +49,10 @@ docs: $(VENV)/.dev
 	$(VENV)/bin/python -m pion_vllm_mlx.server.command_docs docs/commands.md
 	$(VENV)/bin/python -m pion_vllm_mlx.server.option_docs docs/server.md
 
-# The cache classes and the server of mlx-lm changed in 0.32: what touches them runs under the
-# older one too.
+# The cache classes and the server of mlx-lm changed in 0.32: what touches them, or replaces a
+# function of its models, runs under the older one too.
 test-mlx-lm-0.31: $(OLD_VENV)/.dev
-	$(RUN) $(OLD_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS) tests/cache \
+	$(RUN) $(OLD_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS) tests/cache tests/patch \
 		$(wildcard tests/serve/test_engine_*.py)
 
 # serve --engine vllm-mlx and its backend, on the real vllm-mlx.
