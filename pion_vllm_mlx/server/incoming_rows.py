@@ -230,7 +230,7 @@ async def _convert(
         # has been read before anything is written over it.
         stored = StoredRows(request, dense, RunWriter(dense, blob.region), blob.region)
     elif store.config.wal and dense.data_bytes < INLINE_BYTES:
-        await store.make_little_room(dense.file_bytes)
+        await store.make_room_in_log(dense.file_bytes)
         buffer = bytearray(dense.file_bytes)
         stored = StoredRows(request, dense, RunWriter(dense, buffer), None, buffer)
     else:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -213,11 +214,11 @@ def test_a_long_log_moves_in_steps_of_bounded_size(
 ) -> None:
     monkeypatch.setattr(saving, "STEP_BYTES", 20_000)
     with Driver(folder) as driver:
-        small_logs(driver)
         for name in "abc":
             driver.ask(*register(name))
             for start in range(0, 400, 20):
                 driver.ask(*rows(f"{name}_pk", 0, start, 20))
+        small_logs(driver)
         expected = driver.content()
         held: list[int] = []
         real = driver.store.seal_locked
@@ -264,6 +265,81 @@ def test_a_busy_store_is_saved_when_its_log_is_far_past_its_size(folder: Path) -
                 save(driver)
                 assert driver.store.vstore_wal.size == 0
         assert 2 * 20_000 < longest < 5 * 20_000
+        expected = driver.content()
+    assert content_of(folder) == expected
+
+
+class Held:
+    """Within the block the saves of a driver stand still where they write their snapshots."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.saver = driver.store.saver
+        self.reached, self.go_on = threading.Event(), threading.Event()
+        self.publish = self.saver._publish
+
+    def __enter__(self) -> Held:
+        self.saver._publish = self._publish  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.go_on.set()
+
+    def _publish(self, frozen: State, logs: Iterable[Any]) -> Any:
+        self.reached.set()
+        assert self.go_on.wait(60)
+        return self.publish(frozen, logs)
+
+
+def test_who_stores_faster_than_the_log_is_saved_waits_for_the_save(folder: Path) -> None:
+    size, run = 20_000, 2_560
+    with Driver(folder) as driver:
+        small_logs(driver, size)
+        driver.ask(*register("a"))
+        words = [rows("a_pk", 0, 20 * number, 20) for number in range(100)]
+
+        async def both() -> int:
+            store = driver.store
+            with Held(driver) as held:
+                saving_it = asyncio.ensure_future(store.save_in_steps())
+                storing = asyncio.ensure_future(_storing(driver, words, random.Random(0)))
+                while store.vstore_wal.size <= saving.BUSY_LIMIT * size and not storing.done():
+                    await asyncio.sleep(0.001)
+                for _ in range(100):  # nothing comes to it any more, however long that takes
+                    await asyncio.sleep(0.001)
+                longest = store.vstore_wal.size
+                assert held.reached.is_set() and not saving_it.done()
+            await asyncio.gather(saving_it, storing)
+            return longest
+
+        assert driver.loop.run_until_complete(both()) < saving.BUSY_LIMIT * size + 2 * run
+        expected = driver.content()
+        assert agrees(driver, "a") == 100
+    assert content_of(folder) == expected
+
+
+def test_a_save_of_many_short_prefixes_stays_within_the_budget_and_one_log(folder: Path) -> None:
+    """Each of them is a file of its own then, many times as large as what was in the log."""
+    size, budget = 50_000, 600_000
+    with Driver(folder) as driver:
+        for number in range(100):
+            driver.ask(*register(f"n{number}"))
+            driver.ask(*rows(f"n{number}_pk", 0, 0, 1))
+        small_logs(driver, size)
+        driver.store.space.disk_budget = budget
+
+        async def used_while_saving() -> int:
+            with Held(driver) as held:
+                saving_it = asyncio.ensure_future(driver.store.save_in_steps())
+                while not held.reached.is_set():
+                    await asyncio.sleep(0.001)
+                used = driver.store.space.used_bytes()
+            await saving_it
+            return used
+
+        used = driver.loop.run_until_complete(used_while_saving())
+        assert budget // 2 < used <= budget + saving.BUSY_LIMIT * size
+        assert 0 < driver.store.space.evictions
+        assert driver.store.state.sessions.keys() >= {b"n99_pk", b"n99_pv"}
         expected = driver.content()
     assert content_of(folder) == expected
 

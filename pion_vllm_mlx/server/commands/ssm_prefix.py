@@ -118,7 +118,7 @@ async def _from_memory(
     view = memoryview(blob) if isinstance(blob, bytes) else blob.view
     crc = crc32c(view)
     if store.config.wal and len(view) < INLINE_BYTES:
-        await store.make_little_room(len(view))
+        await store.make_room_in_log(len(view))
         return StoredState(sid, layer, len(view), crc, None, bytes(view))
     region = await store.reserve(sid, len(view), 1)
     try:

@@ -10,8 +10,10 @@ newer one.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,6 +22,7 @@ from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store import framing, snapshot
 from pion_vllm_mlx.server.store.files import not_rewritten, publish, refusals
 from pion_vllm_mlx.server.store.index import Place
+from pion_vllm_mlx.server.store.sealing import seal_bytes
 from pion_vllm_mlx.server.store.state import SavedState, State
 from pion_vllm_mlx.server.store.wal import Wal, WalTail
 
@@ -72,6 +75,11 @@ class Saver:
         logs = store.vstore_wal.size + store.ssm_wal.size
         return max(logs, store.space.owed) > BUSY_FACTOR * store.config.wal_size
 
+    def overdue(self) -> bool:
+        """Whether a log is so long that who adds to it waits for a save."""
+        limit = BUSY_LIMIT * self._store.config.wal_size
+        return any(wal.size > limit for wal, _ in self._pairs())
+
     def _pressing(self, wal: Wal, snapshot_path: Path) -> bool:
         size = self._store.config.wal_size
         if wal.size <= BUSY_FACTOR * size:
@@ -91,6 +99,7 @@ class Saver:
         async with self.one_at_a_time, store.write_lock:
             waiting = iter(sorted(self._groups()))
             while batch := list(islice(waiting, SEAL_BATCH)):
+                await self._make_room(batch, sys.maxsize)
                 await store.seal_locked(batch)
             owed = store.space.owed
             try:
@@ -146,12 +155,31 @@ class Saver:
         """Seal what is there now, a part at a time; what comes meanwhile is the next save's."""
         store = self._store
         waiting = sorted(self._groups())
-        await store.wait_for_writers(store.unsealed_segments())
+        # what is being written to now is sealed next time: nobody waits for a slow upload
+        for segment in store.unsealed_segments():
+            segment.closed = True
         while waiting:
+            batch = waiting[:SEAL_BATCH]
             async with store.write_lock:
-                done = await store.seal_locked(waiting[:SEAL_BATCH], STEP_BYTES)
+                await self._make_room(batch, STEP_BYTES)
+                done = await store.seal_locked(batch, STEP_BYTES)
             # a group of which a part is left comes again
             waiting = waiting[done:]
+
+    async def _make_room(self, groups: Sequence[bytes], most_bytes: int) -> None:
+        """Short runs that are sealed are on disk twice until the log is shortened.
+
+        One log may be there beyond the budget meanwhile; where sealing adds more than that, as
+        files for many short prefixes do, prefixes leave. Under the write lock.
+        """
+        store = self._store
+        if not store.space.disk_budget:
+            return
+        nbytes = seal_bytes(store.state, store.segments, groups, most_bytes) + store.space.owed
+        nbytes -= BUSY_LIMIT * store.config.wal_size
+        if store.space.excess(nbytes) > 0:
+            with contextlib.suppress(CommandError):  # then the folder is larger for a while
+                await store.make_room_locked(nbytes)
 
     async def _write_in_steps(self) -> None:
         store = self._store

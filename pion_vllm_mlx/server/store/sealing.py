@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from pion_vllm_mlx.server.store.files import pread_exactly, pwrite_all
@@ -21,10 +21,13 @@ from pion_vllm_mlx.server.store.segment_header import (
     Tensor,
     header_bytes_for,
 )
-from pion_vllm_mlx.server.store.segments import Segment, SegmentFolder
+from pion_vllm_mlx.server.store.segments import ALIGNMENT, Segment, SegmentFolder
 from pion_vllm_mlx.server.store.shapes import RunShape
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.wal import Inline
+
+#: files take whole ones of these on most file systems.
+_DISK_BLOCK_BYTES = 4096
 
 
 def side_of(sid: bytes) -> str:
@@ -182,6 +185,25 @@ class SealJob:
         """Sealing failed: a segment made for it goes again. On the event loop."""
         if self.created and self.target is not None and not self.target.uses:
             self.folder.unlink(self.target)
+
+
+def seal_bytes(
+    state: State, folder: SegmentFolder, groups: Iterable[bytes], most_bytes: int
+) -> int:
+    """What sealing these groups adds to the disk, at most: headers, and runs that still ride in
+    the log, of which it moves about ``most_bytes``. On the event loop.
+    """
+    total = 0
+    for group in groups:
+        total += sum(segment.data_start for segment in folder.unsealed(group))
+        mover = Mover(state, group, most_bytes)
+        if mover.runs:
+            total += header_bytes_for(mover.tensors_needed() + 2) + mover.nbytes
+            total += ALIGNMENT * mover.tensors_needed() + 2 * _DISK_BLOCK_BYTES
+        most_bytes -= mover.nbytes
+        if most_bytes <= 0:
+            break
+    return total
 
 
 def begin_seal(

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 #: what a disk budget leaves free of the disk, where that is no more than half of the budget.
 RESERVED_FREE_BYTES = 5 << 30
+#: how many prefixes one look at all of them makes leave, at most.
+_LEAVING_AT_ONCE = 64
 #: how long small stores are granted out of what was measured.
 _GRANT_SECONDS = 0.05
 
@@ -120,21 +122,29 @@ class Space:
         self._granted -= nbytes
         return self._granted >= 0
 
+    def measure_again(self) -> None:
+        """Something was written that no store had asked for: what was granted may be gone."""
+        self._granted_until = 0.0
+
     def saved(self, owed: int) -> None:
         """Logs and snapshots are rewritten without what was ``owed`` when that began."""
         self.owed -= owed
         self.use.look_again()
 
     def evict_for_bytes(self, excess: int) -> list[Record]:
-        """Effects that make one prefix or session leave, with all that hold the same bytes.
+        """Effects that make prefixes and sessions leave, with all that hold the same bytes.
 
-        So do states of no namespace, in their turn. Raises CommandError when even an empty
-        store would not do, and where all that is not pinned is still being stored.
+        Not more than have to, some at a time: who asks looks again. So do states of no
+        namespace, in their turn. Raises CommandError when even an empty store would not do, and
+        where all that is not pinned is still being stored.
         """
         pinned = self._pinned()
-        victims = self._victims(lambda group: group not in pinned and not self._stored_to(group))
         effects: list[Record] = []
         stray = oldest_stray(self.state)
+        victims = self._victims(
+            lambda group: group not in pinned and not self._stored_to(group),
+            excess if stray is None else 0,
+        )
         if stray is None:
             victims = victims or self._last_victims(pinned)
         elif all(session.pinned or session.accessed > stray[1] for session in victims):
@@ -187,30 +197,47 @@ class Space:
             return victims
         return self._victims(lambda group: not self._stored_to(group)) or self._victims()
 
-    def _victims(self, may_leave: Callable[[bytes], bool] = lambda group: True) -> list[Session]:
-        """The first sessions, one a group, whose leaving together frees bytes; oldest first.
+    def _victims(
+        self, may_leave: Callable[[bytes], bool] = lambda group: True, nbytes: int = 0
+    ) -> list[Session]:
+        """Sessions, one a group, whose leaving together frees bytes; oldest first.
 
-        One whose rows all lie where prefixes live that leave later stays: it costs nothing.
-        It leaves together with the last of those that hold the same bytes. So stays one that
-        holds nothing yet, and one of a group that may not leave.
+        The first that do, and the next ones as long as all of them free no more than
+        ``nbytes``. One whose rows all lie where prefixes live that leave later stays: it costs
+        nothing. It leaves together with the last of those that hold the same bytes. So stays one
+        that holds nothing yet, and one of a group that may not leave.
         """
         before: dict[bytes, Session] = {}
+        leaving: dict[bytes, Session] = {}
+        freed_bytes = 0
         with_states = self._with_states()
         for session in self.policy.victims(self.state, Shortage.BYTES):
             group = group_of(session.sid)
-            if self._frees_nothing(session, group, with_states):
+            if group in leaving or self._frees_nothing(session, group, with_states):
                 continue
             if not may_leave(group):
                 continue
             before.setdefault(group, session)
             segments = group_segments(self.state, group)
-            if not segments:
-                return [session]
             freed = [users for s in segments if before.keys() >= (users := set(s.users()))]
-            if freed:
-                fewest = min(freed, key=len)
-                return [first for one, first in before.items() if one in fewest]
-        return []
+            if segments and not freed:
+                continue
+            fewest = min(freed, key=len, default={group})
+            leaving.update((one, first) for one, first in before.items() if one in fewest)
+            freed_bytes += sum(self._bytes_at_most(one) for one in fewest)
+            if freed_bytes >= nbytes or len(leaving) >= _LEAVING_AT_ONCE:
+                break
+        return list(leaving.values())
+
+    def _bytes_at_most(self, group: bytes) -> int:
+        """What leaves the disk with a group, now or at the next save; shared rows count whole."""
+        effects = drop_namespace(self.state, group, "", 0)
+        states = [
+            sid for effect in effects if isinstance(effect, DropStates) for sid in effect.sids
+        ]
+        segments = {s.name: s for sid in {group, *states} for s in group_segments(self.state, sid)}
+        in_segments = sum(segment.disk_bytes() for segment in segments.values())
+        return in_segments + self._outside_of_segments([*effects, Drop((group,), "", 0)])
 
     def _with_states(self) -> set[bytes]:
         """The namespaces that have states: of ``a@1@2`` each of ``a``, ``a@1``, ``a@1@2``."""

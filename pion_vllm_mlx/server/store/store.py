@@ -9,7 +9,6 @@ belongs to the event loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import sys
 import time
@@ -46,6 +45,8 @@ log = logging.getLogger(__name__)
 INLINE_BYTES = 64 << 10
 #: how long sealing waits for stores that are under way.
 SEAL_WAIT_SECONDS = 1.0
+#: how long after a save that failed no store waits for another one.
+CATCH_UP_AGAIN_SECONDS = 10.0
 #: how many sessions past their deadline are dropped at once.
 _EXPIRE_BATCH = 256
 
@@ -138,6 +139,7 @@ class Store:
         self._log_thread = ThreadPoolExecutor(1, thread_name_prefix="store-log")
         self.saver = Saver(self)
         self._catching_up = asyncio.Lock()
+        self._catch_up_again = 0.0
         self._reserve = Reserve(self.paths.reserve) if config.wal else None
         if found.salvaged:  # also without logs: what was repaired is to stay so
             self.saver.write_files()
@@ -257,33 +259,48 @@ class Store:
         if self.space.excess(nbytes) <= 0:
             return
         if self.saver.behind():
-            await self._catch_up()
+            await self._catch_up(self.saver.behind)
         if self.space.excess(nbytes) > 0:
             await self.give_back()
         async with self.write_lock:
-            flushed = await self._discard()
-            while (excess := self.space.excess(nbytes)) > 0:
-                if self.space.spare():
-                    self.space.use.look_again()
-                    continue
-                if not flushed:
-                    raise CommandError("the disk refused to flush the log")
-                flushed = await self._log(self.space.evict_for_bytes(excess))
-                await self.close_retired()
-                # an upload may have broken off meanwhile, in what was emptied before
-                flushed = flushed and await self._discard()
+            await self.make_room_locked(nbytes)
 
-    async def _catch_up(self) -> None:
-        """Let the logs give back what nobody needs before anything else has to go."""
+    async def make_room_locked(self, nbytes: int) -> None:
+        """As ``make_room``, by eviction alone. Under the write lock."""
+        flushed = await self._discard()
+        while (excess := self.space.excess(nbytes)) > 0:
+            if self.space.spare():
+                self.space.use.look_again()
+                continue
+            if not flushed:
+                raise CommandError("the disk refused to flush the log")
+            flushed = await self._log(self.space.evict_for_bytes(excess))
+            await self.close_retired()
+            # an upload may have broken off meanwhile, in what was emptied before
+            flushed = flushed and await self._discard()
+
+    async def _catch_up(self, behind: Callable[[], bool]) -> None:
+        """Let the logs give back what nobody needs; a save that is under way may do."""
         async with self._catching_up:
-            if self.config.wal and self.saver.behind():
-                with contextlib.suppress(CommandError):  # then the folder is larger for a while
-                    await self.save_in_steps()
+            async with self.saver.one_at_a_time:
+                pass
+            if not self.config.wal or time.monotonic() < self._catch_up_again or not behind():
+                return
+            try:
+                await self.save_in_steps()
+            except CommandError:  # then the folder is larger for a while
+                self._catch_up_again = time.monotonic() + CATCH_UP_AGAIN_SECONDS
 
     async def make_little_room(self, nbytes: int) -> None:
-        """As ``make_room``, for what rides in a log: mostly without a look at the disk."""
+        """As ``make_room``, for what rides in any log: mostly without a look at the disk."""
         if not self.space.fits(nbytes):
             await self.make_room(nbytes)
+
+    async def make_room_in_log(self, nbytes: int) -> None:
+        """As ``make_little_room``; whoever is faster than the saves waits for one."""
+        if self.saver.overdue():
+            await self._catch_up(self.saver.overdue)
+        await self.make_little_room(nbytes)
 
     async def close_retired(self) -> None:
         """Let go of files that went and that nobody reads any more; refill the reserve."""
@@ -336,6 +353,7 @@ class Store:
                     break
             seals = await self.run(lambda: [seal for job in jobs for seal in job.carry_out()])
             await self._log(seals)
+            self.space.measure_again()
             return sum(job.mover.complete for job in jobs)
         except (OSError, ValueError) as error:
             raise not_rewritten("sealing", error) from error
