@@ -19,7 +19,13 @@ from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.keyspace.sizes import entry_bytes, growth
 from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.memory.state_slots import MAX_SLOTS
-from pion_vllm_mlx.server.store.eviction import EvictionPolicy, PinLimits, Shortage, drop_namespace
+from pion_vllm_mlx.server.store.eviction import (
+    EVICTED,
+    EvictionPolicy,
+    PinLimits,
+    Shortage,
+    drop_namespace,
+)
 from pion_vllm_mlx.server.store.index import Session, group_of
 from pion_vllm_mlx.server.store.records import (
     Blocks,
@@ -223,12 +229,11 @@ class Shares:
             if excess <= 0:
                 break
             if _lineage(group) not in kept:
-                effects = drop_namespace(self._store.state, group, "evicted", int(time.time()))
+                effects = drop_namespace(self._store.state, group, EVICTED, int(time.time()))
                 excess -= self._freed(effects)
                 leaving += effects
         if excess > 0:
             raise self._refusal(tenant)
-        self._store.space.evictions += sum(len(changed_sids(effect)) for effect in leaving)
         return [*leaving, *records]
 
     def _leaving_first(self, tenant: bytes) -> Iterator[bytes]:

@@ -25,6 +25,7 @@ from pion_vllm_mlx.server.store.index import LayerRows, place_file
 from pion_vllm_mlx.server.store.rows import read_layer
 from pion_vllm_mlx.server.store.store import Store, StoreConfig
 from pion_vllm_mlx.server.store.verifying import verified
+from pion_vllm_mlx.server.tenants import Tenant
 from pion_vllm_mlx.wire.resp import Arg
 
 assert commands.__all__
@@ -64,6 +65,9 @@ class Options:
     wal: bool = True
     appendfsync: str = "no"
     max_sessions: int = 256
+    disk_budget: int = 0
+    #: commands come from a tenant with a quota of so many bytes
+    quota: int = 0
 
 
 class Driver:
@@ -76,6 +80,7 @@ class Driver:
             wal=chosen.wal,
             appendfsync=chosen.appendfsync,
             max_sessions=chosen.max_sessions,
+            disk_budget=chosen.disk_budget,
             salvage=chosen.salvage,
         )
         self.loop = asyncio.new_event_loop()
@@ -84,9 +89,12 @@ class Driver:
         except BaseException:
             self.loop.close()
             raise
-        settings = ServerConfig(folder, kvcache=True)
+        tenant = Tenant(b"t", "password", chosen.quota) if chosen.quota else None
+        tenants = {tenant.name: tenant} if tenant else {}
+        settings = ServerConfig(folder, kvcache=True, tenants=tenants)
         self.server = Server(settings, self.store, Ledger(), WindowPool())
-        self.context = Context(self.server, Client(1, "127.0.0.1:1", local=True))
+        client = Client(1, "127.0.0.1:1", local=True, tenant=tenant.name if tenant else b"")
+        self.context = Context(self.server, client)
 
     async def _open(self, config: StoreConfig) -> Store:
         return Store(config)

@@ -108,11 +108,16 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
         for suffix, side in zip((KEY_SUFFIX, VALUE_SUFFIX), specs, strict=True)
     ]
     effects = _missing(context, creates) if _lives_here(context, namespace, table) else []
-    if prefill or effects:
-        context.server.directory.set_prefill(namespace, prefill)
+    tells_prefill = bool(prefill or effects)
     if table is not None:
         effects += blocks_effect(context, namespace, table, effects)
-    return Effect(effects, OK)
+
+    def registered() -> Reply:
+        if tells_prefill:
+            context.server.directory.set_prefill(namespace, prefill)
+        return OK
+
+    return Effect(effects, registered)
 
 
 def _lives_here(context: Context, namespace: bytes, table: BlockTable | None) -> bool:

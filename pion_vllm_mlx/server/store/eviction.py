@@ -12,6 +12,9 @@ from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, 
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
 from pion_vllm_mlx.server.store.state import State
 
+#: why sessions and states go that a limit makes leave.
+EVICTED = "evicted"
+
 
 class Shortage(Enum):
     """What there is too little of."""
@@ -138,7 +141,7 @@ def drop_namespace(state: State, namespace: bytes, reason: str, at: int) -> list
         effects.append(Drop(sids, reason, at))
     states = state_sids(state, namespace)
     if states:
-        effects.append(DropStates(states))
+        effects.append(DropStates(states, reason=reason))
     return effects
 
 
@@ -165,5 +168,5 @@ def drop_session(state: State, session: Session, reason: str, at: int) -> list[R
     if group != session.sid:
         states = state_sids(state, group)
         if states:
-            effects.append(DropStates(states))
+            effects.append(DropStates(states, reason=reason))
     return effects

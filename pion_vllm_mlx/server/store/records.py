@@ -302,12 +302,16 @@ class StoreState(Record):
 
 @dataclass(frozen=True)
 class DropStates(Record):
-    """States are gone: one layer, or with ``layer`` −1 all layers, of each sid."""
+    """States are gone: one layer, or with ``layer`` −1 all layers, of each sid.
+
+    ``reason`` is not logged: who counts what left reads it, and nobody later.
+    """
 
     op = 17
     log = "ssm"
     sids: tuple[bytes, ...]
     layer: int = -1
+    reason: str = field(default="", compare=False)
 
     def fields(self) -> dict[str, Any]:
         return {"sids": [text(s) for s in self.sids], "layer": self.layer}

@@ -12,9 +12,11 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.eviction import (
+    EVICTED,
     EvictionPolicy,
     PinLimits,
     Shortage,
@@ -41,6 +43,13 @@ RESERVED_FREE_BYTES = 5 << 30
 _LEAVING_AT_ONCE = 64
 #: how long small stores are granted out of what was measured.
 _GRANT_SECONDS = 0.05
+
+
+class Leaving(NamedTuple):
+    """What evictions make leave: so many sessions, or states without one, and bytes owed."""
+
+    sessions: int
+    owed: int
 
 
 @dataclass
@@ -149,21 +158,31 @@ class Space:
             victims = victims or self._last_victims(pinned)
         elif all(session.pinned or session.accessed > stray[1] for session in victims):
             victims = []
-            self.evictions += 1
-            effects.append(DropStates((stray[0],)))
+            effects.append(DropStates((stray[0],), reason=EVICTED))
         possible = excess <= self.disk_bytes() + self.use.of_prefixes()
         if not possible or not (victims or effects):
             raise self.refusal()
         for victim in victims:
-            self.evictions += 1
             group, now = group_of(victim.sid), int(time.time())
             if group == victim.sid:
-                effects += drop_session(self.state, victim, "evicted", now)
+                effects += drop_session(self.state, victim, EVICTED, now)
             else:
-                effects += drop_namespace(self.state, group, "evicted", now)
-        self.owed += self._outside_of_segments(effects)
-        self.use.look_again()
+                effects += drop_namespace(self.state, group, EVICTED, now)
         return effects
+
+    def leaving(self, effects: Iterable[Record]) -> Leaving:
+        """What evictions among these effects will have made leave. Before they are applied."""
+        gone = [e for e in effects if isinstance(e, (Drop, DropStates)) and e.reason == EVICTED]
+        sessions = {sid for one in gone if isinstance(one, Drop) for sid in one.sids}
+        count = len(sessions & self.state.sessions.keys())
+        return Leaving(count or bool(gone), self._outside_of_segments(gone))
+
+    def left(self, leaving: Leaving) -> None:
+        """The effects were logged, and are applied."""
+        if leaving.sessions:
+            self.evictions += leaving.sessions
+            self.owed += leaving.owed
+            self.use.look_again()
 
     def _outside_of_segments(self, effects: Iterable[Record]) -> int:
         """Bytes in logs and snapshots that nothing needs any more after these drops."""
@@ -259,8 +278,7 @@ class Space:
         kept = protected(self.pin_limits, reversed(self.state.by_access()))
         victims = self.policy.victims(self.state, Shortage.SESSIONS, arriving)
         for victim in sorted(victims, key=lambda session: session.sid in kept)[:excess]:
-            self.evictions += 1
-            effects += drop_session(self.state, victim, "evicted", int(time.time()))
+            effects += drop_session(self.state, victim, EVICTED, int(time.time()))
         return effects
 
     # -- regions ---------------------------------------------------------------

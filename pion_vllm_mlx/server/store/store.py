@@ -35,7 +35,7 @@ from pion_vllm_mlx.server.store.saving import Saver
 from pion_vllm_mlx.server.store.sealing import SealJob, begin_seal
 from pion_vllm_mlx.server.store.segments import Region, Segment
 from pion_vllm_mlx.server.store.space import Space
-from pion_vllm_mlx.server.store.wal import Logged, Wal
+from pion_vllm_mlx.server.store.wal import Logged, append_together
 
 T = TypeVar("T")
 
@@ -175,13 +175,10 @@ class Store:
         if not effects:
             return True
         loop = asyncio.get_running_loop()
-        # states first: without its completion record a prefix is no hit
-        for wal, name in ((self.ssm_wal, "ssm"), (self.vstore_wal, "vstore")):
-            mine = [effect for effect in effects if effect.log == name]
-            if not mine:
-                continue
-            for entry in await loop.run_in_executor(self._log_thread, self._append, wal, mine):
-                self.state.apply(entry)
+        leaving = self.space.leaving(effects)
+        for entry in await loop.run_in_executor(self._log_thread, self._append, effects):
+            self.state.apply(entry)
+        self.space.left(leaving)
         self.on_change([sid for effect in effects for sid in told_sids(effect)])
         self.on_effects(effects)
         if not copied:
@@ -190,15 +187,18 @@ class Store:
             await self._flush_at_once()
         return await self._discard(flushed=copied or self.config.appendfsync == "always")
 
-    def _append(self, wal: Wal, records: Sequence[Record]) -> list[Logged]:
-        """Log; on a full disk what frees room has the reserve. Blocks; raises CommandError."""
+    def _append(self, effects: Sequence[Record]) -> list[Logged]:
+        """Log all effects or none; on a full disk what only frees room has the reserve. Blocks."""
+        # states first: without its completion record a prefix is no hit
+        logs = ((self.ssm_wal, "ssm"), (self.vstore_wal, "vstore"))
+        batches = [(wal, [e for e in effects if e.log == name]) for wal, name in logs]
         try:
-            return wal.append(records)
+            return append_together(batches)
         except CommandError as error:
-            drops = all(isinstance(record, (Drop, DropStates)) for record in records)
+            drops = all(isinstance(effect, (Drop, DropStates)) for effect in effects)
             if not (is_full(error) and drops and self._reserve and self._reserve.give()):
                 raise
-        return wal.append(records)
+        return append_together(batches)
 
     async def _discard(self, flushed: bool = False) -> bool:
         """Unlink what nothing lives in, once the records that say so are on stable storage.

@@ -2,7 +2,8 @@
 
 One record reaches the file with one ``write`` before its command is answered,
 so a killed process loses nothing it acknowledged. A failed append is cut off
-again: the file never holds half a record in its middle.
+again: the file never holds half a record in its middle. So is one that was written
+while another log refused its part of the same command.
 """
 
 from __future__ import annotations
@@ -46,6 +47,13 @@ class Logged(NamedTuple):
     place: Inline | None
 
 
+class Written(NamedTuple):
+    """Records behind the end of a log: in its file, but not of it yet."""
+
+    logged: list[Logged]
+    nbytes: int
+
+
 class Wal:
     """An append-only log. The store's write lock is held around all but ``flush``."""
 
@@ -74,14 +82,23 @@ class Wal:
 
         Raises CommandError when the disk refuses; nothing is logged then.
         """
+        return append_together([(self, records)])
+
+    def write(self, records: Sequence[Record]) -> Written:
+        """Write the records behind the log's end: it has them with ``accept``, not before.
+
+        May block; raises CommandError when the disk refuses, and nothing is there then. What an
+        earlier refusal has left at the end goes first.
+        """
         if self._file is None:
-            logged = [Logged(self.next_lsn + i, record, None) for i, record in enumerate(records)]
-            self.next_lsn += len(records)
-            return logged
+            entries = [Logged(self.next_lsn + i, record, None) for i, record in enumerate(records)]
+            return Written(entries, 0)
         if self.broken:
-            self._cut()
+            self.cut()
         if self.broken:
             raise CommandError(f"the log is not writable: {self.broken}")
+        if not records:
+            return Written([], 0)
         data = bytearray(b"" if self.size else framing.header(self.magic))
         logged = []
         for index, record in enumerate(records):
@@ -91,30 +108,34 @@ class Wal:
             data += framing.frame(lsn, record.op, payload)
             place = Inline(self._file, self.size + len(data) - len(inline))
             logged.append(Logged(lsn, record, place))
-        self._write(bytes(data))
-        self.next_lsn += len(records)
-        self.appended += len(records)
-        return logged
-
-    def _write(self, data: bytes) -> None:
-        assert self._file is not None
         try:
             pwrite_all(self._file.fd, data, self.size)
         except OSError as error:
-            self._cut()
+            self.cut()
             refusals.tell(self.path.name, error)
             raise CommandError(f"the log could not be written: {error.strerror}") from error
-        self.size += len(data)
-        self.dirty = True
+        return Written(logged, len(data))
 
-    def _cut(self) -> None:
-        """Cut off what a failed append left behind."""
-        assert self._file is not None
+    def accept(self, written: Written) -> list[Logged]:
+        """What was written belongs to the log from now on."""
+        self.next_lsn += len(written.logged)
+        if written.nbytes:
+            self.size += written.nbytes
+            self.appended += len(written.logged)
+            self.dirty = True
+        return written.logged
+
+    def cut(self) -> None:
+        """Cut off what is behind the log's end: an append failed, here or in another log."""
+        if self._file is None:
+            return
         try:
             os.ftruncate(self._file.fd, self.size)
             self.broken = ""
         except OSError as error:
             self.broken = str(error)
+        # the disk may have it by now
+        self.dirty = True
 
     def flush(self) -> None:
         """Bring what was appended to stable storage; raises OSError, and is then still due.
@@ -168,6 +189,24 @@ class Wal:
             data = pread_exactly(self._file.fd, min(_COPY_BYTES, end - at), at)
             pwrite_all(target.fd, data, offset + at - begin)
         return end - begin
+
+
+def append_together(batches: Sequence[tuple[Wal, Sequence[Record]]]) -> list[Logged]:
+    """Write each log's records, in this order, and say where they went: all of them or none.
+
+    A log whose end could not be cut is cut before, also one that gets none. May block; raises
+    CommandError when the disk refuses.
+    """
+    written: list[tuple[Wal, Written]] = []
+    try:
+        for wal, records in batches:
+            written.append((wal, wal.write(records)))
+    except CommandError:
+        for wal, one in written:
+            if one.nbytes:
+                wal.cut()
+        raise
+    return [entry for wal, one in written for entry in wal.accept(one)]
 
 
 class WalTail:
