@@ -125,6 +125,18 @@ def test_wrong_credentials_bind_nothing_and_change_nothing(server: RunningServer
         refused(wire.ask("DBSIZE"), DENIED)
 
 
+def test_a_tenants_name_opens_no_server_without_passwords(tmp_path: Path) -> None:
+    server = RunningServer(free_port_block(), tmp_path / "data")
+    try:
+        server.start()
+        with Wire.tcp(server.port) as wire:
+            assert wire.ask("HELLO", 3, "AUTH", "a", "pa") == WRONG
+            # as in Redis: the one user there is needs no password, whichever is given
+            assert isinstance(wire.ask("HELLO", 3, "AUTH", "default", "pa"), dict)
+    finally:
+        server.stop()
+
+
 def test_hello_binds_a_tenant_and_reset_unbinds_it(server: RunningServer) -> None:
     with Wire.tcp(server.port) as wire:
         assert isinstance(wire.ask("HELLO", 3, "AUTH", "a", "pa"), dict)
