@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from pion_vllm_mlx import __version__
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.server.commands.server_info import resident_bytes
+from pion_vllm_mlx.server.listening import bind
 from pion_vllm_mlx.server.session import Server
 
 if TYPE_CHECKING:
@@ -160,10 +161,8 @@ async def listen(server: Server) -> list[asyncio.Server]:
     if not config.metrics_port:
         return []
     page = _Pages(server, _registry(server))
-    listener = await asyncio.start_server(
-        page.serve, config.metrics_bind, config.metrics_port, limit=MAX_REQUEST_BYTES
-    )
-    return [listener]
+    sock = bind(config.metrics_bind, config.metrics_port, "--metrics-port: ")
+    return [await asyncio.start_server(page.serve, sock=sock, limit=MAX_REQUEST_BYTES)]
 
 
 @dataclass(frozen=True, eq=False)

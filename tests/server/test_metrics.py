@@ -114,6 +114,17 @@ def test_metrics_listen_on_loopback_unless_told_otherwise(tmp_path: Path) -> Non
         one.stop()
 
 
+def test_a_metrics_port_that_is_taken_is_named_by_its_flag(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port_block()
+    with socket.create_server(("127.0.0.1", port + 3)):
+        flags = ["-p", str(port), "--dir", str(tmp_path), "--metrics-port", str(port + 3)]
+        assert main(flags) == 1
+    error = capsys.readouterr().err
+    assert error == f"FATAL --metrics-port: 127.0.0.1:{port + 3}: Address already in use\n"
+
+
 def test_a_missing_prometheus_client_is_named_with_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
