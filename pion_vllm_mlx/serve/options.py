@@ -5,18 +5,21 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NoReturn
 
 from pion_vllm_mlx import config
 from pion_vllm_mlx.serve.engine_process import EngineCommand
 from pion_vllm_mlx.serve.gate import Door, tenant_of
 from pion_vllm_mlx.serve.model_path import why_no_model
-from pion_vllm_mlx.serve.pion_flags import PionFlags, add_pion_flags, add_serve_flags
+from pion_vllm_mlx.serve.pion_flags import (
+    PionFlags,
+    add_pion_flags,
+    add_serve_flags,
+    number_of,
+)
 
 DEFAULT_PORT = 8080
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
@@ -101,29 +104,9 @@ def model_named(words: Sequence[str]) -> str | None:
     return None
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what a word was to be, where argparse has but the name of the function it asked."""
-
-    _WANTED: ClassVar[dict[str, str]] = {
-        "_port": "port",
-        "port": "port",
-        "_seconds": "number of seconds",
-        "_gigabytes": "number of gigabytes",
-        "_count": "whole number",
-    }
-
-    def error(self, message: str) -> NoReturn:
-        """As argparse's."""
-        found = re.search(r"invalid (\w+) value: (.*)$", message, re.DOTALL)
-        wanted = self._WANTED.get(found[1]) if found else None
-        if found and wanted:
-            message = f"{message[: found.start()]}{found[2]} is no {wanted}"
-        super().error(message)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of serve's own flags; ``--help`` is handled apart, see ``print_help``."""
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="pion-vllm-mlx serve",
         usage="%(prog)s [flags] [the engine's flags]",
         description="OpenAI- and Anthropic-compatible endpoints over a local model, whose "
@@ -279,14 +262,14 @@ def is_loopback(host: str) -> bool:
 
 
 def _port(text: str) -> int:
-    number = int(text)
+    number = number_of(int, text, "port")
     if not 0 <= number < 65536:
         raise argparse.ArgumentTypeError("a port is 0 to 65535")
     return number
 
 
 def _seconds(text: str) -> float:
-    number = float(text)
+    number = number_of(float, text, "number of seconds")
     if number <= 0 or not math.isfinite(number):
         raise argparse.ArgumentTypeError("must be a number above 0")
     return number

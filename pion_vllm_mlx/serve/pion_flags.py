@@ -5,14 +5,17 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pion_vllm_mlx.cache.store_url import parse_url
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.formats import FORMATS, storage_format
 
 DURABLE_TOKENS = 64
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -161,9 +164,25 @@ def take_pion_flags(arguments: Sequence[str]) -> tuple[PionFlags, list[str]]:
     return PionFlags.from_options(options), rest
 
 
+def number_of(read: Callable[[str], Number], text: str, wanted: str) -> Number:
+    """What ``read`` makes of a word on a command line.
+
+    Raises ArgumentTypeError where it is no ``wanted``: argparse itself would name our function.
+    """
+    try:
+        return read(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no {wanted}") from error
+
+
+def whole_number(text: str) -> int:
+    """A number of something on a command line, of any sign."""
+    return number_of(int, text, "whole number")
+
+
 def port(text: str) -> int:
     """A port on a command line."""
-    number = int(text)
+    number = number_of(int, text, "port")
     if not 0 < number < 65536:
         raise argparse.ArgumentTypeError("a port is 1 to 65535")
     return number
@@ -198,14 +217,14 @@ def _format(text: str) -> str:
 
 
 def _count(text: str) -> int:
-    number = int(text)
+    number = whole_number(text)
     if number < 0:
         raise argparse.ArgumentTypeError("must not be negative")
     return number
 
 
 def _gigabytes(text: str) -> float:
-    number = float(text)
+    number = number_of(float, text, "number of gigabytes")
     if number < 0 or not math.isfinite(number):
         raise argparse.ArgumentTypeError("must be a number, not negative")
     return number

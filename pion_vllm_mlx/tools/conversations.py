@@ -18,7 +18,7 @@ from pion_vllm_mlx.cache.lineage.client import LineageClient
 from pion_vllm_mlx.cache.lineage.conversations import Conversations
 from pion_vllm_mlx.cache.lineage.model_key import NATIVE, ModelKey
 from pion_vllm_mlx.errors import ConfigError
-from pion_vllm_mlx.serve.pion_flags import PionFlags
+from pion_vllm_mlx.serve.pion_flags import PionFlags, whole_number
 from pion_vllm_mlx.tools import conversation_file
 from pion_vllm_mlx.tools.lineage_access import (
     DEADLINE_SECONDS,
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     bring.add_argument("--api-key", metavar="KEY", help="with --model: the key that serve has")
     branch = action("branch", _branch, "give the first tokens of a conversation an id of their own")
     branch.add_argument("id", metavar="ID")
-    branch.add_argument("--at", type=int, metavar="TOKENS", help="how many (default: all)")
+    branch.add_argument("--at", type=whole_number, metavar="TOKENS", help="how many (default: all)")
     return parser
 
 
