@@ -38,6 +38,7 @@ from pion_vllm_mlx.server.listening import (
 )
 from pion_vllm_mlx.server.memory_limit import past_at_start, refuse_below_own_use
 from pion_vllm_mlx.server.session import Server, ServerConfig
+from pion_vllm_mlx.server.store.findings import Kind
 from pion_vllm_mlx.server.store.folder_use import left_behind
 from pion_vllm_mlx.server.store.store import Store, StoreConfig
 
@@ -125,7 +126,10 @@ async def serve(config: ServerConfig, open_doors: OpenDoors, directory: Director
     # the index stays: collecting it again and again would only stop everybody
     gc.freeze()
     left = _left_behind(config)
-    for note in (*store.replayed.notes, *keyspace.notes, left, past_at_start(config.maxmemory)):
+    found = [*store.replayed.notes, *keyspace.notes]
+    # what was set aside is told in the moment in which it is
+    notes = [note for note in found if note.kind is not Kind.SET_ASIDE]
+    for note in (*notes, left, past_at_start(config.maxmemory)):
         if note:
             log.warning("%s", note)
     if store.replayed.vstore:

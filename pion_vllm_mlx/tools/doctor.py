@@ -24,9 +24,9 @@ from pion_vllm_mlx import config
 from pion_vllm_mlx.cache.data_folder import read_status
 from pion_vllm_mlx.errors import ConfigError, DamagedData, DataFolderBusy, PionError
 from pion_vllm_mlx.server.keyspace import recovery as keyspace_recovery
-from pion_vllm_mlx.server.store import framing, rows, snapshot
+from pion_vllm_mlx.server.store import rows, snapshot
 from pion_vllm_mlx.server.store.files import FileHandle, NotRegular, OpenFiles, is_foreign
-from pion_vllm_mlx.server.store.findings import Finding, Kind
+from pion_vllm_mlx.server.store.findings import LAST_CHANGED, Finding, Kind
 from pion_vllm_mlx.server.store.recovery import Paths, Recovered, Recovery
 from pion_vllm_mlx.tools.doctor_prefixes import PrefixLine, prefixes
 from pion_vllm_mlx.tools.store_access import size_text
@@ -256,11 +256,8 @@ def _sort(note: Finding, worker: int, report: Report) -> None:
         case Kind.MISSING:
             report.damage.append(str(note))
             report.starts.append(f"{name} is dropped")
-        case Kind.TORN if _last_is_whole(report.folder / name, note.count):
-            report.damage.append(
-                f"{name}: the last record has its length and a wrong checksum: it was changed, or "
-                "the power failed before it was on stable storage"
-            )
+        case Kind.LAST_CHANGED:
+            report.damage.append(f"{name}: {LAST_CHANGED}")
             report.starts.append(f"the last record of {name} is cut off")
         case Kind.TORN:
             report.notes.append(
@@ -278,12 +275,6 @@ def _sort(note: Finding, worker: int, report: Report) -> None:
             else:
                 report.damage.append(f"{what} are there, and no log or snapshot that could")
                 report.starts.append(f"{what} are set aside, not deleted")
-
-
-def _last_is_whole(path: Path, torn_bytes: int) -> bool:
-    """Whether what is cut off a log is as long as a record; a killed server leaves part of one."""
-    content = FileHandle(path, os.O_RDONLY).mapped()
-    return framing.is_whole(content[len(content) - torn_bytes :])
 
 
 def _read_everything(found: Recovered, report: Report) -> None:

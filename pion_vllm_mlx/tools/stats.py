@@ -201,6 +201,8 @@ def _held(now: Numbers) -> list[str]:
     evicted, damaged = _number(now, "vstore_evictions"), _number(now, "vstore_damaged")
     if evicted or damaged:
         lines.append(f"  lost      {evicted:,} sessions evicted for room, {damaged:,} damaged")
+    if files := _number(now, "start_damaged_files"):
+        lines.append(f"  damaged   {files:,} files were set aside at the start: its log says why")
     return lines
 
 

@@ -16,6 +16,7 @@ from pion_vllm_mlx.server.command import Reply, command
 from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.memory_limit import anonymous_bytes
 from pion_vllm_mlx.server.session import Context, Server
+from pion_vllm_mlx.server.store.findings import told
 from pion_vllm_mlx.server.turns import at_once, in_turns
 from pion_vllm_mlx.wire.resp import Arg, Map, Simple
 
@@ -94,6 +95,7 @@ def _persistence(server: Server) -> Pairs:
         ("keyspace_wal_bytes", server.keyspace.wal_bytes),
         ("disk_used_bytes", server.store.space.used_bytes()),
         ("disk_budget_bytes", server.store.space.disk_budget),
+        *told([*server.store.replayed.notes, *server.keyspace.notes]).items(),
     ]
 
 

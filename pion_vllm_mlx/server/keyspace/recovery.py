@@ -27,7 +27,7 @@ from pion_vllm_mlx.server.store.files import (
     set_aside,
     set_aside_until_replaced,
 )
-from pion_vllm_mlx.server.store.findings import Finding, Kept, Kind
+from pion_vllm_mlx.server.store.findings import Finding, Kept, Kind, cut_off
 from pion_vllm_mlx.server.store.wal import Wal
 
 log = logging.getLogger(__name__)
@@ -163,8 +163,7 @@ class _Recovery:
         elif found.damage is not None:
             reason = f"{path.name} at {found.damage.offset}: {found.damage.reason}"
             self._damage(path, DamagedData(reason), Kept.BEGINNING)
-        if found.torn_bytes:
-            self.notes.append(Finding(Kind.TORN, path.name, found.torn_bytes))
+        self.notes += cut_off(path.name, found)
         last = found.frames[-1].lsn if found.frames else 0
         try:
             self._apply(frames, path, standing)

@@ -69,13 +69,17 @@ class Damage:
 
 @dataclass(frozen=True)
 class Scan:
-    """A file: valid records up to ``valid_bytes``, then nothing, a torn end or damage."""
+    """A file: valid records up to ``valid_bytes``, then nothing, a torn end or damage.
+
+    ``last_changed``: the torn end is as long as a record; who is killed leaves a part of one.
+    """
 
     frames: list[Frame]
     covered_lsn: int
     valid_bytes: int
     torn_bytes: int = 0
     damage: Damage | None = None
+    last_changed: bool = False
 
 
 def header(magic: bytes, covered_lsn: int = 0) -> bytes:
@@ -175,7 +179,8 @@ def scan(data: memoryview, magic: bytes, name: str) -> Scan:
     next_lsn = frames[-1].lsn + 1 if frames else 1
     later = _later_frame(data, end, next_lsn) if frames else _any_frame(data, end)
     if later is None:
-        return Scan(frames, covered, end, torn_bytes=len(data) - end)
+        changed = is_whole(data[end:])
+        return Scan(frames, covered, end, torn_bytes=len(data) - end, last_changed=changed)
     reason = f"record {next_lsn} is invalid, record {later.lsn} after it is not"
     return Scan(frames, covered, end, damage=Damage(end, reason))
 

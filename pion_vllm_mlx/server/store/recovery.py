@@ -27,7 +27,7 @@ from pion_vllm_mlx.server.store.files import (
     set_aside,
     set_aside_until_replaced,
 )
-from pion_vllm_mlx.server.store.findings import Finding, Kept, Kind
+from pion_vllm_mlx.server.store.findings import Finding, Kept, Kind, cut_off
 from pion_vllm_mlx.server.store.index import InSegment, Place
 from pion_vllm_mlx.server.store.segments import SUFFIX, SegmentFolder
 from pion_vllm_mlx.server.store.state import State
@@ -222,8 +222,7 @@ class Recovery:
         elif found.damage is not None:
             reason = f"{path.name} at {found.damage.offset}: {found.damage.reason}"
             self.damage(path, DamagedData(reason), Kept.BEGINNING)
-        if found.torn_bytes:
-            self.notes.append(Finding(Kind.TORN, path.name, found.torn_bytes))
+        self.notes += cut_off(path.name, found)
         if found.valid_bytes < file.size():
             os.ftruncate(file.fd, found.valid_bytes)
         for frame in frames:
