@@ -29,6 +29,8 @@ SAVE_RETRY_SECONDS = 30.0
 BUSY_STEP_SECONDS = 10.0
 #: how often logs are flushed with --appendfsync everysec.
 _FLUSH_SECONDS = 1.0
+#: how often it is tried again to delete files that the disk kept.
+_MEND_SECONDS = 1.0
 #: how long a duty rests that a bug has ended.
 BUG_REST_SECONDS = 10.0
 _TICK_SECONDS = 0.25
@@ -98,10 +100,14 @@ def _housekeeping(server: Server) -> list[Duty]:
     def flush_is_due(now: float, begun: float) -> bool:
         return every_second and now - begun >= _FLUSH_SECONDS and store.flush_soon()
 
+    def mending_is_due(now: float, begun: float) -> bool:
+        return now - begun >= _MEND_SECONDS
+
     return [
         Duty("flushing", store.flush, flush_is_due),
         Duty("dropping old prefixes", store.expire),
         Duty("closing files", store.close_retired),
+        Duty("trying again", server.mend, mending_is_due, SAVE_RETRY_SECONDS),
         Duty("telling other workers", partial(_exchange, server)),
         Duty("closing stalled connections", partial(_abort_stalled, server)),
     ]

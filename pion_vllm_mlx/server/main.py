@@ -138,7 +138,6 @@ async def serve(config: ServerConfig, open_doors: OpenDoors, directory: Director
         print(f"SSM WAL replayed: {store.replayed.ssm} records", flush=True)
     if keyspace.replayed:
         print(f"keyspace log replayed: {keyspace.replayed} records", flush=True)
-    remove_old_exports(config)
     server = Server(
         config,
         store,
@@ -147,6 +146,7 @@ async def serve(config: ServerConfig, open_doors: OpenDoors, directory: Director
         keyspace=keyspace,
         directory=directory,
     )
+    remove_old_exports(server)
     if notice := await server.attention.start():
         print(notice, flush=True)
     listeners = await open_doors(server)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -25,6 +24,7 @@ from pion_vllm_mlx.server.long_arguments import LongArguments
 from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.memory_limit import MemoryLimit
 from pion_vllm_mlx.server.shares import Shares
+from pion_vllm_mlx.server.store.files import refusals
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.store import Store
@@ -150,6 +150,7 @@ class Server:
     affinity_port: int = 0
     directory: Directory = field(default_factory=Directory)
     exports: dict[tuple[bytes, ...], Export] = field(default_factory=dict)
+    _undeleted: list[Path] = field(default_factory=list)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     #: whether it was a signal to this process that stopped it, and no client.
     signalled: bool = False
@@ -199,8 +200,7 @@ class Server:
         changed = set(sids)
         self.totals.changed(changed)
         for key in [key for key in self.exports if changed & set(key[:2])]:
-            with contextlib.suppress(OSError):  # what is told here has happened already
-                self.exports.pop(key).path.unlink(missing_ok=True)
+            self.delete_export(self.exports.pop(key).path)
         for sid in changed - self.store.state.sessions.keys():
             self.directory.prefill_ms.pop(group_of(sid), None)
         self.directory.publish({sid: self.known(sid) for sid in changed})
@@ -213,9 +213,24 @@ class Server:
     def _drop_an_export(self) -> bool:
         """Delete the oldest exported file, for room; False when there is none."""
         for key in list(self.exports)[:1]:
-            self.exports.pop(key).path.unlink(missing_ok=True)
+            self.delete_export(self.exports.pop(key).path)
             return True
         return False
+
+    def delete_export(self, path: Path) -> None:
+        """Delete an exported file; ``mend`` tries again where the disk does not let go of it."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            refusals.tell("an exported file that is not needed any more", error)
+            self._undeleted.append(path)
+
+    async def mend(self) -> None:
+        """Try again what the disk refused before. Raises CommandError."""
+        waiting, self._undeleted = self._undeleted, []
+        for path in waiting:
+            self.delete_export(path)
+        await self.store.mend()
 
     def known(self, sid: bytes) -> Known | None:
         """What other workers are told about a session; None when there is none."""

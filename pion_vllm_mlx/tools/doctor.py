@@ -268,6 +268,8 @@ def _sort(note: Finding, worker: int, report: Report) -> None:
         case Kind.ORPHANS:
             report.notes.append(f"{note.count} segment files that nothing names are there")
             report.starts.append("segment files that nothing names are deleted")
+        case Kind.UNDELETED:
+            report.notes.append(str(note))
         case Kind.SEGMENTS_ASIDE:
             what = f"{note.count} segment files that nothing names"
             if any(path.exists() for path in Paths(report.folder, worker).all_files()):

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 #: what a store asks the system to change.
-CALLS = ("replace", "fsync", "pwrite", "pwritev", "ftruncate", "open")
+CALLS = ("replace", "fsync", "pwrite", "pwritev", "ftruncate", "open", "unlink")
 
 
 class Faults:

@@ -150,6 +150,7 @@ def test_one_call_that_fails_costs_that_step_only(folder: Path) -> None:
             driver.ask(*rows("a_pk", 0, 3, 5, WIDE))
             later = driver.content()
             tidy(driver)
+            driver.loop.run_until_complete(driver.server.mend())
             assert driver.content() == later
             known = {segment.path.name for segment in driver.store.segments.segments.values()}
             assert names(driver) == known

@@ -59,13 +59,13 @@ def test_a_save_that_fails_between_any_two_steps_loses_nothing(
                 else:
                     assert not faults.failed
             assert driver.content() == expected, (fail_at, faults.failed)
-            assert _temporaries(place) == []
+            assert _temporaries(place) == [] or "unlink" in faults.failed
             _crashed_now(place, driver, (fail_at, faults.failed))
             driver.ask(*rows("a_pv", 0, 50, 4))
             extended = driver.content()
         with Driver(place) as again:
             assert again.content() == extended, (fail_at, faults.failed)
-            again.ask("KV.PREFIX.SAVE")
+            again.ask("KV.PREFIX.SAVE", *target)
             assert again.content() == extended
             open_sealed(again)
             assert _temporaries(place) == []
@@ -105,8 +105,9 @@ def test_a_command_that_the_disk_refuses_changes_nothing_and_the_store_goes_on(
                 except CommandError:
                     assert faults.failed
                 else:
-                    # a drop has room that was kept for it
-                    assert not faults.failed or (command, faults.failed) == ("drop", ["pwrite"])
+                    # a drop has room that was kept for it; a file that stays is tried again
+                    kept = command == "drop" and faults.failed in (["pwrite"], ["unlink"])
+                    assert not faults.failed or kept
                     assert driver.ask("KV.PREFIX.LOOKUP", "a") == "MISS" or command != "drop"
             found = driver.content()
             if faults.failed and command != "drop":

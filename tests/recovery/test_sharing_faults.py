@@ -55,6 +55,7 @@ def test_a_crash_at_any_step_of_sharing_loses_nothing(folder: Path, forever: boo
                 driver.store.state.unshared.update(dict.fromkeys(driver.store.state.sessions))
                 driver.store.state.untidy.update(dict.fromkeys([b"a", b"b", b"c"]))
                 share(driver)
+                driver.loop.run_until_complete(driver.server.mend())
                 assert driver.content() == expected
                 assert disk(driver) < PREFIX_BYTES + SLACK
                 sound(driver)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -10,10 +12,11 @@ import pytest
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.files import FileHandle
+from pion_vllm_mlx.server.store.findings import Finding, Kind
 from pion_vllm_mlx.server.store.index import InSegment
 from pion_vllm_mlx.server.store.segments import Segment
 from tests.recovery.broken import content_of
-from tests.recovery.driving import Driver
+from tests.recovery.driving import Driver, Options
 from tests.recovery.faults import failing
 from tests.recovery.material import register, rows
 
@@ -30,6 +33,16 @@ def prefix(driver: Driver, name: str) -> None:
 
 def names(driver: Driver) -> set[str]:
     return {path.name for path in driver.store.segments.path.iterdir()}
+
+
+@contextmanager
+def no_unlink() -> Iterator[None]:
+    with mock.patch("os.unlink", side_effect=OSError(1, "operation not permitted")):
+        yield
+
+
+def mend(driver: Driver) -> None:
+    driver.loop.run_until_complete(driver.server.mend())
 
 
 def test_segments_that_were_flushed_go_after_the_records_that_say_so(folder: Path) -> None:
@@ -179,3 +192,84 @@ def test_a_disk_that_refuses_the_flush_of_an_eviction_costs_no_other_prefix(fold
         assert driver.ask("KV.PREFIX.LOOKUP", "b") == "HIT"
         driver.loop.run_until_complete(driver.store.flush())
         assert len(names(driver)) == 1
+
+
+def test_a_drop_whose_file_the_disk_keeps_is_a_drop_and_the_file_counts_until_it_goes(
+    folder: Path,
+) -> None:
+    with Driver(folder) as driver:
+        prefix(driver, "a")
+        (segment,) = driver.store.segments.segments.values()
+        used = driver.store.space.disk_bytes()
+        offset = next(iter(driver.store.state.sessions[b"a_pk"].runs())).place.offset
+        with no_unlink():
+            assert driver.ask("KV.PREFIX.DROP", "a") == 1
+            assert driver.ask("KV.PREFIX.LOOKUP", "a") == "MISS"
+            mend(driver)
+        assert names(driver) == {segment.path.name}
+        assert driver.store.space.disk_bytes() == used
+        assert os.pread(segment.file.fd, 4, offset) != bytes(4)
+        prefix(driver, "a")  # under its name others are stored meanwhile
+        kept = driver.content()
+        mend(driver)
+        assert segment.path.name not in names(driver) and len(names(driver)) == 1
+        assert driver.store.space.disk_bytes() == used
+        assert os.pread(segment.file.fd, 4, offset) != bytes(4), "who has it open reads on"
+    assert content_of(folder) == kept
+
+
+def test_where_the_disk_keeps_every_file_few_prefixes_leave_for_room(folder: Path) -> None:
+    """Each that leaves frees nothing: one after the other all would."""
+    count = 12
+    with Driver(folder) as driver:
+        for number in range(count):
+            prefix(driver, f"n{number}")
+        used = driver.store.space.used_bytes()
+    with Driver(folder, Options(disk_budget=used + (64 << 10))) as driver:
+        before = driver.store.space.disk_bytes()
+        with no_unlink():
+            for _ in range(10):
+                with pytest.raises(CommandError, match="delete what left"):
+                    driver.ask(*rows("n11_pk", 0, COUNT, COUNT, WIDE))
+        held = [driver.ask("KV.PREFIX.LOOKUP", f"n{number}") for number in range(count)]
+        assert held.count("MISS") == 4 and driver.store.space.disk_bytes() == before
+        driver.ask(*rows("n11_pk", 0, COUNT, COUNT, WIDE))
+        assert len(names(driver)) == count - 4 + 1
+        expected = driver.content()
+    assert content_of(folder) == expected
+
+
+def test_an_orphan_that_cannot_be_deleted_costs_no_start_and_counts_until_it_goes(
+    folder: Path,
+) -> None:
+    with Driver(folder) as driver:
+        prefix(driver, "a")
+        expected, used = driver.content(), driver.store.space.disk_bytes()
+    orphan = folder / "pion.segments.0" / "orphan.safetensors"
+    orphan.write_bytes(bytes(100_000))
+    (folder / "pion.vstore.0.tmp").write_bytes(b"half a manifest")
+    with no_unlink(), Driver(folder) as driver:
+        assert Finding(Kind.UNDELETED, count=1) in driver.store.replayed.notes
+        assert not [one for one in driver.store.replayed.notes if one.kind is Kind.ORPHANS]
+        assert driver.content() == expected
+        assert driver.store.space.disk_bytes() >= used + 100_000
+    assert orphan.exists()
+    with no_unlink():
+        driver = Driver(folder)
+    with driver:
+        mend(driver)
+        assert not orphan.exists() and driver.store.space.disk_bytes() == used
+        driver.ask("KV.PREFIX.SAVE")
+    assert content_of(folder) == expected
+
+
+def test_an_export_that_the_disk_keeps_fails_no_command_and_goes_later(folder: Path) -> None:
+    with Driver(folder) as driver:
+        prefix(driver, "a")
+        driver.ask("V.EXPORT", "a_pk", "a_pv", 0, 8, 1, 2, WIDE // 2)
+        with no_unlink():
+            driver.ask("KV.PREFIX.DROP", "a")
+        assert len(list((folder / "pion-export").iterdir())) == 1
+        mend(driver)
+        assert not list((folder / "pion-export").iterdir())
+        assert names(driver) == set()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -15,6 +16,7 @@ from pion_vllm_mlx.server import chores
 from pion_vllm_mlx.server.commands.server_info import section_text
 from pion_vllm_mlx.tools.stats import added_up, report_lines
 from tests.recovery.driving import Driver
+from tests.recovery.material import store_all
 
 LIMIT_SECONDS = 20.0
 
@@ -138,3 +140,18 @@ def test_the_bugs_of_all_workers_are_added_up_and_shown() -> None:
     assert any("3 times by a bug" in line for line in report_lines("url", total, {}))
     total = added_up([stats(0), stats(0)])
     assert not any("by a bug" in line for line in report_lines("url", total, {}))
+
+
+@pytest.mark.usefixtures("hurry")
+def test_a_file_that_the_disk_kept_goes_by_itself_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chores, "_MEND_SECONDS", 0.01)
+    with Driver(tmp_path) as driver:
+        store_all(driver, "a")
+        with mock.patch("os.unlink", side_effect=OSError(1, "operation not permitted")):
+            driver.ask("KV.PREFIX.DROP", "a")
+        space, segments = driver.store.space, driver.store.segments
+        assert space.disk_bytes() and list(segments.path.iterdir())
+        assert run_until(driver, lambda: not list(segments.path.iterdir()))
+        assert not segments.undeleted and space.disk_bytes() == 0

@@ -17,7 +17,7 @@ from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import Format, Part, get_format, to_f16, transpose_rows
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Reply, command
-from pion_vllm_mlx.server.session import Context, Export, ServerConfig
+from pion_vllm_mlx.server.session import Context, Export, Server, ServerConfig
 from pion_vllm_mlx.server.store.files import DIRECTORY_MODE, TEMPORARY, FileHandle, pwrite_all
 from pion_vllm_mlx.server.store.index import LayerRows, Session
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, as_bytes, read_layer
@@ -39,10 +39,10 @@ def export_prefix(config: ServerConfig) -> str:
     return f"export-{folder}-{config.worker}-"
 
 
-def remove_old_exports(config: ServerConfig) -> None:
+def remove_old_exports(server: Server) -> None:
     """Delete what an earlier process on this data folder exported."""
-    for path in export_folder(config).glob(export_prefix(config) + "*"):
-        path.unlink(missing_ok=True)
+    for path in export_folder(server.config).glob(export_prefix(server.config) + "*"):
+        server.delete_export(path)
 
 
 @dataclass(frozen=True)
@@ -228,11 +228,11 @@ async def v_export(context: Context, args: list[Arg]) -> Reply:
         raise disk_error(error) from error
     gone = any(context.state.sessions.get(s.sid) is not s for s in request.sessions)
     if gone or _version(request) != version:
-        path.unlink(missing_ok=True)
+        context.server.delete_export(path)
         raise CommandError(f"{WHERE}: the session changed while it was exported")
     stale = exports.get(key)
     if stale is not None:
-        stale.path.unlink(missing_ok=True)
+        context.server.delete_export(stale.path)
     exports[key] = Export(path, version, crc)
     context.store.space.use.look_again()
     return str(path)

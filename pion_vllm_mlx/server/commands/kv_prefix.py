@@ -248,7 +248,7 @@ async def kv_prefix_save(context: Context, args: list[Arg]) -> Reply:
     if len(args) > 2:
         raise CommandError("wrong number of arguments for 'kv.prefix.save' command")
     store = context.store
-    if store.nothing_to_save():
+    if store.saver.nothing_to_save():
         raise CommandError("KV.PREFIX.SAVE nothing to save")
     await store.save(_copy_path(context, arguments.word(args[1])) if len(args) == 2 else None)
     context.server.last_save = int(time.time())

@@ -12,6 +12,7 @@ import logging
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,7 +118,8 @@ class _Recovery:
             self.data = Data()
         last, replayed = self._replay(covered)
         for path in (self.paths.snapshot, self.paths.wal):
-            path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
+            with suppress(OSError):  # the next save writes over it
+                path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
         salvaged = any(note.kind is Kind.SET_ASIDE for note in self.notes)
         wal = Wal(self.paths.wal, WAL_MAGIC, last + 1, wal_enabled)
         return Recovered(self.data, wal, replayed, salvaged, self.notes)

@@ -26,6 +26,8 @@ class Kind(Enum):
     LAST_CHANGED = auto()
     #: segment files that nothing names were deleted
     ORPHANS = auto()
+    #: segment files that nothing names are still there: the disk does not let go of them
+    UNDELETED = auto()
     #: segment files that nothing names were set aside: what was lost may have named them
     SEGMENTS_ASIDE = auto()
 
@@ -74,6 +76,11 @@ class Finding:
                 return f"{self.name}: {LAST_CHANGED}; its {self.count} bytes are cut off"
             case Kind.ORPHANS:
                 return f"{self.count} segment files that nothing names were deleted"
+            case Kind.UNDELETED:
+                return (
+                    f"{self.count} segment files that nothing names cannot be deleted: they count "
+                    "against the disk budget, and it is tried again"
+                )
             case Kind.SEGMENTS_ASIDE:
                 return (
                     f"{self.count} segment files that nothing names are kept in {self.kept_as}: "

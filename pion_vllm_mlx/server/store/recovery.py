@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from pion_vllm_mlx.server.store.findings import Finding, Kept, Kind, cut_off
 from pion_vllm_mlx.server.store.index import InSegment, Place
 from pion_vllm_mlx.server.store.segments import SUFFIX, SegmentFolder
 from pion_vllm_mlx.server.store.state import State
-from pion_vllm_mlx.server.store.wal import Inline, Logged, Wal
+from pion_vllm_mlx.server.store.wal import Inline, Logged, Wal, append_together
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +142,7 @@ class Recovery:
         if self.salvaged:
             segments = self.folder.segments.values()
             self.unclear = salvaging.adopt_seals(self.state, segments)
-        damaged = self._drop_unreadable({"vstore": vstore_wal, "ssm": ssm_wal})
+        damaged = self._drop_unreadable({"ssm": ssm_wal, "vstore": vstore_wal})
         if self.salvaged or self.wal_enabled and not named:
             self._set_segments_aside()
         self._finish_segments((vstore_wal, ssm_wal))
@@ -305,9 +305,13 @@ class Recovery:
             effects += eviction.drop_namespace(self.state, sid, reason, now)
             if not effects:
                 continue
-            for effect in dict.fromkeys(effects):
-                for logged in logs[effect.log].append([effect]):
-                    self.state.apply(logged)
+            # states first, as ever: without its completion record a prefix is no hit
+            batches = [
+                (wal, [e for e in dict.fromkeys(effects) if e.log == name])
+                for name, wal in logs.items()
+            ]
+            for logged in append_together(batches):
+                self.state.apply(logged)
             dropped += max(1, before - len(self.state.sessions))
             self.notes.append(Finding(Kind.MISSING, sid.decode("utf-8", "backslashreplace")))
         return dropped
@@ -334,8 +338,11 @@ class Recovery:
         orphans = self.folder.remove_orphans()
         if orphans:
             self.notes.append(Finding(Kind.ORPHANS, count=orphans))
+        if self.folder.undeleted:
+            self.notes.append(Finding(Kind.UNDELETED, count=len(self.folder.undeleted)))
         for path in self.paths.all_files():
-            path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
+            with suppress(OSError):  # the next save writes over it
+                path.with_name(path.name + TEMPORARY).unlink(missing_ok=True)
 
 
 def _up_to_unknown(found: framing.Scan) -> framing.Scan:

@@ -75,6 +75,13 @@ class Saver:
         logs = store.vstore_wal.size + store.ssm_wal.size
         return max(logs, store.space.owed) > BUSY_FACTOR * store.config.wal_size
 
+    def nothing_to_save(self) -> bool:
+        """No rows, no states, empty logs, no snapshot."""
+        state, logs = self._store.state, self._pairs()
+        nothing_logged = not any(wal.size for wal, _ in logs)
+        there = state.sessions or state.states or self._store.paths.vstore.exists()
+        return nothing_logged and not there
+
     def overdue(self) -> bool:
         """Whether a log is so long that who adds to it waits for a save."""
         limit = BUSY_LIMIT * self._store.config.wal_size

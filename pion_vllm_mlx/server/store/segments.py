@@ -30,6 +30,7 @@ from pion_vllm_mlx.server.store.files import (
     pread_exactly,
     pwrite_all,
     pwritev_all,
+    refusals,
     unlink_file,
 )
 from pion_vllm_mlx.server.store.segment_header import (
@@ -122,11 +123,15 @@ class Segment:
         return self.flushed and self.named
 
     def unlink(self) -> None:
-        """Remove the file; who still holds a run of it can read it to its end."""
+        """Remove the file; who still holds a run of it can read it to its end. Raises OSError."""
         with contextlib.suppress(OSError):
             self._unlinked = self.file
             self._unlinked.retired = self.files.retired
-        unlink_file(self.path)
+        try:
+            unlink_file(self.path)
+        except OSError:
+            self._unlinked = None  # it is where it was
+            raise
         # only now: who asks in between would open it again, and keep its blocks
         self.files.forget(self.path)
 
@@ -207,6 +212,7 @@ class SegmentFolder:
     segments: dict[str, Segment] = field(default_factory=dict)
     files: OpenFiles = field(default_factory=OpenFiles)
     open_of: dict[bytes, Segment] = field(default_factory=dict)
+    undeleted: list[Segment] = field(default_factory=list)
     _of_group: dict[bytes, dict[str, Segment]] = field(default_factory=dict)
     _disk_use: DiskUse = field(default_factory=DiskUse)
     _flushing: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -229,7 +235,11 @@ class SegmentFolder:
 
     def disk_bytes(self) -> int:
         """Bytes that the files occupy; holes do not count."""
-        return self._disk_use.total()
+        return self._disk_use.total() + self.undeleted_bytes()
+
+    def undeleted_bytes(self) -> int:
+        """Those of files in which nothing lives, and that the disk does not let go of."""
+        return sum(segment.disk_bytes() for segment in self.undeleted)
 
     def _leave(self, segment: Segment) -> None:
         mates = self._of_group.get(segment.group, {})
@@ -316,9 +326,27 @@ class SegmentFolder:
         return segment.header_verified
 
     def unlink(self, segment: Segment) -> None:
-        """Remove a file that holds nothing live; whoever has it open can go on reading."""
+        """Remove a file that holds nothing live; whoever has it open can go on reading.
+
+        One that the disk does not let go of counts as before, until ``delete_again`` has it.
+        """
         self.forget(segment)
-        segment.unlink()
+        self._delete(segment)
+
+    def _delete(self, segment: Segment) -> bool:
+        try:
+            segment.unlink()
+        except OSError as error:
+            refusals.tell("a file that is not needed any more", error)
+            self.undeleted.append(segment)
+            return False
+        return True
+
+    def delete_again(self) -> None:
+        """Try again to delete what could not be."""
+        waiting, self.undeleted = self.undeleted, []
+        for segment in waiting:
+            self._delete(segment)
 
     def forget(self, segment: Segment) -> None:
         """Nothing lives in a segment; its file stays where it is."""
@@ -335,8 +363,9 @@ class SegmentFolder:
         return [p for p in self.path.iterdir() if p.name not in known]
 
     def remove_orphans(self) -> int:
-        """Delete files that no record names; how many there were."""
-        return sum(unlink_file(path) for path in self.orphans())
+        """Delete files that no record names; how many are gone."""
+        files = [path for path in self.orphans() if not path.is_dir()]
+        return sum(self._delete(Segment("", b"", path, self.files, 0, 0)) for path in files)
 
     def flush(self, segments: Iterable[Segment] | None = None) -> None:
         """Bring segments to stable storage, by default all that are due. May block.

@@ -159,7 +159,8 @@ class Space:
         elif all(session.pinned or session.accessed > stray[1] for session in victims):
             victims = []
             effects.append(DropStates((stray[0],), reason=EVICTED))
-        possible = excess <= self.disk_bytes() + self.use.of_prefixes()
+        in_files = self.disk_bytes() - self.segments.undeleted_bytes()
+        possible = excess <= in_files + self.use.of_prefixes()
         if not possible or not (victims or effects):
             raise self.refusal()
         for victim in victims:
@@ -290,6 +291,7 @@ class Space:
         disk does.
         """
         most = self.disk_budget - self.use.total() + self.use.of_prefixes()
+        most -= self.segments.undeleted_bytes()
         if self.disk_budget and nbytes > most and nbytes > most + self.wasted():
             raise self.refusal()
         try:

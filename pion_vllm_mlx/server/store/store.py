@@ -47,6 +47,8 @@ INLINE_BYTES = 64 << 10
 SEAL_WAIT_SECONDS = 1.0
 #: how long after a save that failed no store waits for another one.
 CATCH_UP_AGAIN_SECONDS = 10.0
+#: while the disk keeps so many files that should go, nobody leaves to make room.
+_MANY_UNDELETED = 4
 #: how many sessions past their deadline are dropped at once.
 _EXPIRE_BATCH = 256
 
@@ -204,7 +206,7 @@ class Store:
         """Unlink what nothing lives in, once the records that say so are on stable storage.
 
         ``flushed``: they are. Where the disk refuses the flush the segments stay until it
-        does not, and False is returned. Under the write lock.
+        does not, and False is returned; so it is where it keeps many files. Under the write lock.
         """
         refused = False
         emptied = self.space.emptied()
@@ -215,7 +217,7 @@ class Store:
                 log.error("dropped rows stay on disk: %s", error)
                 emptied, refused = [], True
         self.space.discard_unused(emptied)
-        return not refused
+        return not refused and len(self.segments.undeleted) < _MANY_UNDELETED
 
     async def _flush_at_once(self) -> None:
         loop = asyncio.get_running_loop()
@@ -241,6 +243,14 @@ class Store:
         await loop.run_in_executor(self.io, self._flush)
         self.space.discard_unused(emptied)
 
+    async def mend(self) -> None:
+        """Try again what the disk refused: to delete files, to cut logs. Raises CommandError."""
+        self.segments.delete_again()
+        if self.vstore_wal.broken or self.ssm_wal.broken:
+            loop = asyncio.get_running_loop()
+            async with self.write_lock:
+                await loop.run_in_executor(self._log_thread, self._append, ())
+
     async def expire(self) -> None:
         """Drop namespaces past their deadline, some at a time. Raises CommandError."""
         if self.state.timed:
@@ -258,6 +268,7 @@ class Store:
         """
         if self.space.excess(nbytes) <= 0:
             return
+        self.segments.delete_again()
         if self.saver.behind():
             await self._catch_up(self.saver.behind)
         if self.space.excess(nbytes) > 0:
@@ -273,7 +284,7 @@ class Store:
                 self.space.use.look_again()
                 continue
             if not flushed:
-                raise CommandError("the disk refused to flush the log")
+                raise CommandError("the disk refused to flush the log, or to delete what left")
             flushed = await self._log(self.space.evict_for_bytes(excess))
             await self.close_retired()
             # an upload may have broken off meanwhile, in what was emptied before
@@ -373,16 +384,6 @@ class Store:
     async def save_in_steps(self) -> None:
         """Save while stores go on; the logs keep what they log meanwhile. Raises CommandError."""
         await _going_on(self.saver.in_steps())
-
-    def nothing_to_save(self) -> bool:
-        """No rows, no states, empty logs, no snapshot."""
-        return not (
-            self.state.sessions
-            or self.state.states
-            or self.vstore_wal.size
-            or self.ssm_wal.size
-            or self.paths.vstore.exists()
-        )
 
     # -- the end ---------------------------------------------------------------
 
