@@ -67,7 +67,7 @@ def causes(told: Json, body: Json | None = None) -> list[str]:
         ]
     found = []
     if restorable < common:
-        found.append(_not_restorable(restorable, common))
+        found.append(_not_restorable(restorable, common, str(told.get("sentence") or "")))
     difference = Difference.of(told)
     if told.get("stored_token") is None:
         found.append("the stored prompt ends there: what is new in this one has to be computed")
@@ -78,12 +78,28 @@ def causes(told: Json, body: Json | None = None) -> list[str]:
     return found
 
 
-def _not_restorable(restorable: int, common: int) -> str:
-    return (
-        f"of {common} tokens in common only {restorable} can be restored: a model with a "
-        "recurrent state continues only from points where one was kept (the end of system "
-        "prompt and tools, the end of a prompt); PION_LINEAGE=0 leaves only whole prompts"
-    )
+def _not_restorable(restorable: int, common: int, sentence: str) -> str:
+    told = f"of {common} tokens in common only {restorable} can be restored"
+    return told + next((f": {why}" for word, why in _LACKING if word in sentence), "")
+
+
+#: what a sentence says is not there, and why that keeps tokens from being restored.
+_LACKING = (
+    (
+        "recurrent state",
+        "a model with a recurrent state continues only from points where one was kept (the end "
+        "of system prompt and tools, the end of a prompt)",
+    ),
+    (
+        "no window",
+        "a layer with a sliding window continues only where the rows of a whole window are "
+        "stored, which later turns have dropped",
+    ),
+    ("checkpoints are off", "PION_LINEAGE=0 leaves only whole prompts"),
+    ("least gain", "fewer tokens than --pion-min-gain are neither kept nor restored"),
+    ("--pion-min-gain", "fewer tokens than --pion-min-gain are neither kept nor restored"),
+    ("evicted", "the budget had no room for the rest: --pion-budget-gb, or pin conversations"),
+)
 
 
 def _of_key(field: str, stored: Any, asked: Any) -> str:

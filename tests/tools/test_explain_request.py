@@ -232,6 +232,25 @@ def test_what_is_not_a_difference_of_texts_is_said_too() -> None:
     assert cause.startswith("in the tools")
 
 
+@pytest.mark.parametrize(
+    ("why", "says"),
+    [
+        ("no recurrent state is stored after that", "a recurrent state"),
+        ("no window is stored for the tokens after that", "a sliding window"),
+        ("only the beginning of a stored prompt fits, and checkpoints are off", "PION_LINEAGE"),
+        ("20 tokens are fewer than the least gain of 100", "--pion-min-gain"),
+        ("", ""),
+    ],
+)
+def test_what_cannot_be_restored_has_the_reason_of_its_own_kind_of_layers(
+    why: str, says: str
+) -> None:
+    kinds = ("a recurrent state", "a sliding window", "PION_LINEAGE", "--pion-min-gain")
+    texts = (("a", "b", "c"), ("a", "x", "c"))
+    short, _ = causes(told(*texts, restorable=20, sentence=f"token 50 is 1 there; {why}"))
+    assert [kind for kind in kinds if kind in short] == [says] * bool(says), short
+
+
 def test_without_a_store_no_advice_is_given_that_needs_one() -> None:
     told = {"common": 0, "restorable": 0, "prompt_tokens": 9, "sentence": "no store: it is down"}
     assert causes(told) == []
