@@ -24,6 +24,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_anchor import AnchorTexts, patch_chat_
 from pion_vllm_mlx.cache.vllm_mlx_backend_cache import BackendSettings, PionPrefixCache
 from pion_vllm_mlx.cache.vllm_mlx_backend_prefill import patch_scheduler
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
+    ADD_TO_MLLM,
     CONSULTED,
     MLLM_PREFIX_CACHE,
     PREFIX_CACHE,
@@ -32,7 +33,11 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
     check,
     has_mllm,
 )
-from pion_vllm_mlx.cache.vllm_mlx_backend_usage import UsageLayer, patch_engine
+from pion_vllm_mlx.cache.vllm_mlx_backend_usage import (
+    UsageLayer,
+    patch_engine,
+    patch_image_models,
+)
 from pion_vllm_mlx.config import GIGABYTE
 from pion_vllm_mlx.errors import ConfigError, PionMlxCompatError
 
@@ -78,7 +83,7 @@ def install_vllm_mlx_backend(
     _check_arguments(budget_gb, url, settings)
     if _CURRENT:
         raise PionMlxCompatError("the backend is installed already: uninstall it first")
-    seams = [*REPLACED, *CONSULTED, *([MLLM_PREFIX_CACHE] if has_mllm() else [])]
+    seams = [*REPLACED, *CONSULTED, *([MLLM_PREFIX_CACHE, ADD_TO_MLLM] if has_mllm() else [])]
     check(seams)
     if settings is None:
         budget_bytes = int(budget_gb * GIGABYTE)
@@ -91,6 +96,7 @@ def install_vllm_mlx_backend(
     replacements.replace(PREFIX_CACHE, cache_class)
     if has_mllm():
         replacements.replace(MLLM_PREFIX_CACHE, _for_image_models(cache_class))
+        patch_image_models(replacements)
     patch_scheduler(replacements, anchors)
     patch_chat_template(replacements, anchors)
     patch_engine(replacements)
@@ -149,13 +155,19 @@ def _for_image_models(ours: Callable[[Any, Any], PionPrefixCache]) -> Callable[.
     """What builds the cache of an image model's text requests.
 
     vllm-mlx itself keeps the last logits of a recurrent one, for an exact repeat; no cut can
-    be made there, so those models keep vllm-mlx's own cache.
+    be made there, so those models keep vllm-mlx's own cache.  So do those whose caches are
+    classes of mlx_vlm, of which none is known here.
     """
     stock = vars(MLLM_PREFIX_CACHE.owner())[MLLM_PREFIX_CACHE.name]
 
     def build(model: Any, config: Any) -> Any:
         cache = ours(model, config)
-        return stock(model=model, config=config) if cache.recurrent else cache
+        if cache.settings.keeps_nothing or (cache.known and not cache.recurrent):
+            return cache
+        built = stock(model=model, config=config)
+        built.pion_beside = cache  # it knows the model
+        cache.stand_back("an image model of this kind keeps vllm-mlx's own cache, in this process")
+        return built
 
     return build
 

@@ -78,7 +78,7 @@ def patch_chat_template(replacements: Replacements, anchors: AnchorTexts) -> Non
     def apply(self: Any, messages: list[dict[str, Any]], *args: Any, **options: Any) -> str:
         try:
             prompt = original(self, messages, *args, **options)
-        except (TemplateError, ArithmeticError) as error:
+        except (TemplateError, ArithmeticError, TypeError) as error:
             refused = str(error) or type(error).__name__
             raise HTTPException(400, f"the chat template refuses this: {refused}") from error
         leading = leading_system(messages)

@@ -11,7 +11,7 @@ plain numbers that any thread may read.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.live_tier import LiveTier, Tokens, check_length
 from pion_vllm_mlx.cache.read_ahead import ReadAhead
+from pion_vllm_mlx.cache.vllm_mlx_backend_kinds import are_known, cache_kinds
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Counters, LookedUp, Lookup, Miss
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
 
@@ -77,8 +78,9 @@ class PionPrefixCache:
         self._last_match_type: str | None = None
         self._last_matched_key: list[int] | None = None
         self._told: set[str] = set()
-        kinds = _kinds(model)
-        self.recurrent = "ArraysCache" in kinds
+        kinds = cache_kinds(model)
+        self.recurrent, self.known = "ArraysCache" in kinds, are_known(model)
+        self._bypass: str | None = None
         uncut = {"ArraysCache", "RotatingKVCache", "ChunkedKVCache"}
         self._wants_cuts = not settings.keeps_nothing and bool(kinds & uncut)
         self.last_lookup = Lookup(NO_TOKENS)
@@ -284,6 +286,12 @@ class PionPrefixCache:
             self._store_opened, self._wants_cuts = True, True
             self._tell("with --max-kv-size prefixes are kept in this process only")
 
+    def stand_back(self, reason: str) -> None:
+        """Nothing is asked of this object; ``reason`` says why nothing is stored."""
+        self._store_opened, self._bypass = True, reason
+        if self.settings.options is not None:
+            self._tell(f"prefixes of this model are not stored: {reason}")
+
     @property
     def wants_anchors(self) -> bool:
         """Whether anybody asks where system prompts end."""
@@ -304,7 +312,7 @@ class PionPrefixCache:
     def pion_stats(self) -> dict[str, Any]:
         """Our own counters under the names of ``/v1/pion/stats``.  Any thread."""
         store = self._store
-        stored = store.stats() if store is not None else {}
+        stored = store.stats() if store is not None else {"bypass": self._bypass}
         return {
             **({"pion": "disabled"} if self.settings.options is None else {}),
             **dict.fromkeys(("tokens_looked_up", "read_ahead"), 0),
@@ -380,17 +388,3 @@ class PionPrefixCache:
         if sentence not in self._told:
             self._told.add(sentence)
             log.warning("pion: %s", sentence)
-
-
-def _kinds(model: Any) -> set[str]:
-    """The names of the cache classes that the model builds, those in a CacheList too."""
-    from mlx_lm.models.cache import CacheList, make_prompt_cache
-
-    def names(caches: Iterable[Any]) -> Iterator[str]:
-        for cache in caches:
-            if isinstance(cache, CacheList):
-                yield from names(cache.caches)
-            else:
-                yield type(cache).__name__
-
-    return set(names(make_prompt_cache(model)))

@@ -87,6 +87,21 @@ ADD_TO_ENGINE = Seam(
         "prefix_boundary",
     ),
 )
+ADD_TO_MLLM = Seam(
+    "vllm_mlx.mllm_scheduler",
+    "MLLMScheduler.add_request_async",
+    (
+        "self",
+        "prompt",
+        "images",
+        "videos",
+        "audio",
+        "max_tokens",
+        "temperature",
+        "top_p",
+        "kwargs",
+    ),
+)
 CHAT_TEMPLATE = Seam(
     "vllm_mlx.engine.batched",
     "BatchedEngine._apply_chat_template",

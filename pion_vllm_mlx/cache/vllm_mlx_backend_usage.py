@@ -23,7 +23,7 @@ from pion_vllm_mlx.cache.beside import MOST_DEADLINES
 from pion_vllm_mlx.cache.vllm_mlx_backend_cache import UNEXPECTED, PionPrefixCache
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Lookup, Miss
 from pion_vllm_mlx.cache.vllm_mlx_backend_prefill import NoTokens, lookup_of
-from pion_vllm_mlx.cache.vllm_mlx_backend_seams import ADD_TO_ENGINE, Replacements
+from pion_vllm_mlx.cache.vllm_mlx_backend_seams import ADD_TO_ENGINE, ADD_TO_MLLM, Replacements
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A prompt as the engine would have been given it."""
+    """A prompt as the engine would have been given it; ``core`` None: that of an image model."""
 
     core: Any
     tokens: list[int]
@@ -99,6 +99,26 @@ def patch_engine(replacements: Replacements) -> None:
         return request_id
 
     replacements.replace(ADD_TO_ENGINE, add_request)
+
+
+def patch_image_models(replacements: Replacements) -> None:
+    """Have the text requests of image models rendered, too, where nothing else is wanted."""
+    from fastapi import HTTPException
+
+    original: Callable[..., Awaitable[str]] = vars(ADD_TO_MLLM.owner())[ADD_TO_MLLM.name]
+
+    @functools.wraps(original)
+    async def add_request(self: Any, prompt: str, *args: Any, **options: Any) -> str:
+        rendered = RENDER_ONLY.get()
+        if rendered is None:
+            return await original(self, prompt, *args, **options)
+        if any(args) or any(options.get(kind) for kind in ("images", "videos", "audio")):
+            raise HTTPException(400, "what images and sounds become in tokens is not known ahead")
+        tokenizer = getattr(self.processor, "tokenizer", self.processor)
+        rendered.append(Rendered(None, [int(token) for token in tokenizer.encode(prompt)]))
+        raise HTTPException(503, "rendered only")
+
+    replacements.replace(ADD_TO_MLLM, add_request)
 
 
 async def _look_up(core: Any, prompt: Any) -> Lookup | None:

@@ -176,6 +176,8 @@ async def explanation(asked: Rendered, explain: Explain | None = None) -> dict[s
     ``explain`` asks a store why; without it the store is asked as it is now.
     """
     core, tokens = asked.core, asked.tokens
+    if core is None:
+        return {"prompt_tokens": len(tokens), "sentence": "prompts of image models are not stored"}
     cache = core.scheduler.memory_aware_cache
     store: LineageStore | None = await on_mlx_thread(core, cache.store_or_none)
     if store is None:

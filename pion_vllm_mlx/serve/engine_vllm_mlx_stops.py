@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
-from pion_vllm_mlx.cache.vllm_mlx_backend_seams import Replacements, Seam, check
+from pion_vllm_mlx.cache.vllm_mlx_backend_seams import Replacements, Seam, check, has_mllm
 from pion_vllm_mlx.cache.vllm_mlx_backend_usage import App, Message, Receive, Send
 from pion_vllm_mlx.serve.engine_vllm_mlx_app import (
     CHAT,
@@ -28,6 +28,10 @@ from pion_vllm_mlx.serve.pieces import STOPPED_BY
 
 STREAM_OUTPUTS = Seam(
     "vllm_mlx.engine_core", "EngineCore.stream_outputs", ("self", "request_id", "timeout")
+)
+#: models that read images have a scheduler of their own
+MLLM_STREAM_OUTPUTS = Seam(
+    "vllm_mlx.mllm_scheduler", "MLLMScheduler.stream_outputs", ("self", "request_id")
 )
 
 
@@ -66,14 +70,18 @@ _STOPS: ContextVar[Stops | None] = ContextVar("pion_stops", default=None)
 
 def patch_stops() -> Replacements:
     """Has replies end at the words of ``StopLayer``. Raises PionMlxCompatError."""
-    check([STREAM_OUTPUTS])
-    original: Callable[..., AsyncIterator[Any]] = vars(STREAM_OUTPUTS.owner())[STREAM_OUTPUTS.name]
+    seams = [STREAM_OUTPUTS, *([MLLM_STREAM_OUTPUTS] if has_mllm() else [])]
+    check(seams)
+    replacements = Replacements()
+    for seam in seams:
+        replacements.replace(seam, _ending(vars(seam.owner())[seam.name]))
+    return replacements
 
+
+def _ending(original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncIterator[Any]]:
     @functools.wraps(original)
-    async def stream_outputs(
-        self: Any, request_id: str, timeout: float | None = None
-    ) -> AsyncIterator[Any]:
-        outputs: Any = original(self, request_id, timeout)
+    async def stream_outputs(self: Any, *args: Any, **options: Any) -> AsyncIterator[Any]:
+        outputs: Any = original(self, *args, **options)
         stops = _STOPS.get()
         async with contextlib.aclosing(outputs):  # a request that goes on is given up
             async for output in outputs:
@@ -81,9 +89,7 @@ def patch_stops() -> Replacements:
                 if stops is not None and stops.word is not None:
                     return
 
-    replacements = Replacements()
-    replacements.replace(STREAM_OUTPUTS, stream_outputs)
-    return replacements
+    return stream_outputs
 
 
 def _stopped(output: Any, stops: Stops) -> Any:
