@@ -30,7 +30,7 @@ from pion_vllm_mlx.serve.engine_child import (
     take_link,
     watch_lifeline,
 )
-from pion_vllm_mlx.serve.engine_flags import refuse_wrong_values
+from pion_vllm_mlx.serve.engine_flags import refuse_wrong_sizes, refuse_wrong_values
 from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
 from pion_vllm_mlx.serve.store_options import store_options
 
@@ -167,6 +167,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     server: Any = importlib.import_module("mlx_lm.server")
     server.run = Engine(link, flags).run
+    refuse_wrong_sizes(server)
     sys.setswitchinterval(SWITCH_SECONDS)
     sys.argv = ["mlx_lm.server", *rest]
     server.main()

@@ -55,6 +55,7 @@ SEAMS = (
         ("self", "prompt_token_count", "completion_token_count", "prompt_cache_count"),
     ),
     Seam(_SERVER, "stream_generate"),
+    Seam(_SERVER, "_parse_size", ("x",)),
     Seam(_SERVER, "_make_sampler", ("args", "tokenizer")),
     Seam(_SERVER, "ModelDescription.__init__", ("self", "model", "draft", "adapter")),
     Seam(_GENERATE, "maybe_quantize_kv_cache"),

@@ -97,7 +97,7 @@ class ServeOptions:
 def model_named(words: Sequence[str]) -> str | None:
     """The value of ``--model`` among an engine's flags; None where it is not plain."""
     for word, following in zip(words, [*words, ""][1:], strict=True):
-        if word == "--model" and following:
+        if word == "--model":
             return following
         if word.startswith("--model="):
             return word.partition("=")[2]

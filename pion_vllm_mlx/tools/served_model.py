@@ -18,6 +18,7 @@ from pion_vllm_mlx import config
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.serve.engine_child import EngineLink
+from pion_vllm_mlx.serve.engine_flags import refuse_wrong_sizes, refuse_wrong_values
 from pion_vllm_mlx.serve.engine_mlx_lm import lineage_options
 from pion_vllm_mlx.serve.engine_mlx_lm_anchor import Anchors
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import REFUSALS
@@ -97,7 +98,7 @@ def with_served_model(
     """Load the model that the engine's flags ``words`` name, and use it; the exit code.
 
     Raises ConfigError for one that cannot be loaded, PionMlxCompatError, and what ``use``
-    raises. Flags that the engine does not know end the process with code 2.
+    raises. Flags that the engine refuses end the process with code 2.
     """
     check_seams()
     server: Any = importlib.import_module("mlx_lm.server")
@@ -106,7 +107,9 @@ def with_served_model(
     codes: list[int] = []
 
     def run(host: str, port: int, model_provider: Any, **unused: Any) -> None:
-        options = lineage_options(flags, link, vars(model_provider.cli_args))
+        cli = vars(model_provider.cli_args)
+        refuse_wrong_values(cli)
+        options = lineage_options(flags, link, cli)
         if options is None:
             raise ConfigError("--no-pion leaves nothing to do here")
         try:
@@ -116,10 +119,11 @@ def with_served_model(
             raise ConfigError(f"the model {name} cannot be loaded: {error}") from error
         codes.append(use(ServedModel(model_provider, options)))
 
-    original, arguments = server.run, sys.argv
+    original, size, arguments = server.run, server._parse_size, sys.argv
+    refuse_wrong_sizes(server)
     server.run, sys.argv = run, ["mlx_lm.server", "--log-level", "WARNING", *words]
     try:
         server.main()
     finally:
-        server.run, sys.argv = original, arguments
+        server.run, server._parse_size, sys.argv = original, size, arguments
     return codes[0]

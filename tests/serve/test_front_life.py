@@ -300,6 +300,7 @@ def test_on_demand_a_failed_start_is_a_502_that_says_so(tmp_path: Path) -> None:
     [
         (("--no-such-flag",), "unrecognized arguments: --no-such-flag"),
         (("--prefill-step-size", "0"), "--prefill-step-size must be at least 1"),
+        (("--prompt-cache-bytes", "lots"), "'lots' is no size"),
     ],
 )
 @pytest.mark.parametrize("unload", [(), ("--unload-after", "60")])

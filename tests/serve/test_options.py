@@ -86,6 +86,8 @@ def test_a_storage_format_has_one_name() -> None:
         (["--unload-after", "x"], "--unload-after: 'x' is no number of seconds"),
         (["--pion-preload-gb", "x"], "--pion-preload-gb: 'x' is no number of gigabytes"),
         (["--durable", "x"], "--durable: 'x' is no whole number"),
+        (["--model", ""], "the model has no name"),
+        (["--model="], "the model has no name"),
     ],
 )
 def test_a_wrong_use_exits_2_and_says_why(
@@ -96,7 +98,7 @@ def test_a_wrong_use_exits_2_and_says_why(
 ) -> None:
     monkeypatch.delenv("PION_API_KEY", raising=False)
     with pytest.raises(SystemExit) as ended:
-        options.parse([*MODEL, *words])
+        options.parse([*words, *MODEL])
     assert ended.value.code == 2
     assert reason in capsys.readouterr().err
 

@@ -177,6 +177,10 @@ def test_wrong_usage_is_2_and_a_model_that_is_none_is_1(tmp_path: Path) -> None:
     text.write_text(SYSTEM)
     assert command("warm", text).code == 2
     assert command("warm", text, "--model", tmp_path, "--no-such-flag").code == 2
+    for wrong in (("--chat-template-args", "[1]"), ("--prompt-cache-bytes", "lots")):
+        ran = command("warm", text, "--model", tmp_path, *wrong)
+        assert ran.code == 2 and wrong[0] in ran.err and "Traceback" not in ran.err
+    assert "the model has no name" in command("warm", text, "--model", "").err
     for engine in ("mlx-lm", "vllm-mlx"):  # before either is loaded
         ran = command("warm", text, "--model", tmp_path / "none", "--engine", engine)
         assert ran.code == 1 and "there is no such folder" in ran.err
