@@ -37,7 +37,7 @@ from pion_vllm_mlx.serve.engine_child import (
     watch_lifeline,
 )
 from pion_vllm_mlx.serve.engine_vllm_mlx_app import EngineLayer
-from pion_vllm_mlx.serve.engine_vllm_mlx_refusals import check_server
+from pion_vllm_mlx.serve.engine_vllm_mlx_refusals import check_server, wrong_flag
 from pion_vllm_mlx.serve.engine_vllm_mlx_samplers import patch_samplers
 from pion_vllm_mlx.serve.engine_vllm_mlx_stops import StopLayer, patch_stops
 from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
@@ -93,6 +93,9 @@ def parse(arguments: Sequence[str]) -> EngineArguments:
     for name, reason in OTHER_CACHES.items():
         if vars(serve)[name]:
             parser.error(f"--{name.replace('_', '-')} cannot be used here: {reason}")
+    wrong = wrong_flag(serve)
+    if wrong is not None:
+        parser.error(wrong)
     if not serve.model and not serve.models_config:
         parser.error("name the model: pion-vllm-mlx serve --engine vllm-mlx MODEL")
     serve.host, serve.port, serve.api_key = "127.0.0.1", 0, link.key or None

@@ -7,9 +7,13 @@ nothing passes.
 
 from __future__ import annotations
 
+import argparse
+import math
+from collections.abc import Mapping
 from typing import Any
 
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import Seam, check
+from pion_vllm_mlx.serve.sampling import LARGEST
 
 Json = dict[str, Any]
 
@@ -19,6 +23,37 @@ _TEXT = frozenset({"text"})
 _MEDIA = frozenset({"image_url", "image", "video_url", "video", "audio_url", "audio"})
 #: what mlx-lm looks back at for penalties, and vllm-mlx leaves as it is
 _CONTEXT_TOKENS = 20
+
+
+#: the least and the largest value of vllm-mlx's flags: it takes others, too, and then requests
+#: wait for ever, every one fails, or nothing is kept
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "max_num_seqs": (1, math.inf),
+    "prefill_batch_size": (1, math.inf),
+    "completion_batch_size": (1, math.inf),
+    "stream_interval": (1, math.inf),
+    "max_tokens": (1, math.inf),
+    "max_request_tokens": (1, math.inf),
+    "chunked_prefill_tokens": (0, math.inf),
+    "cache_memory_mb": (0, math.inf),
+    "cache_memory_percent": (0, 1),
+    "gpu_memory_utilization": (0.01, 1),
+    "timeout": (0.001, math.inf),
+    "default_temperature": (0, LARGEST),
+    "default_top_p": (0, 1),
+    "default_min_p": (0, 1),
+    "default_repetition_penalty": (0, LARGEST),
+}
+
+
+def wrong_flag(serve: argparse.Namespace) -> str | None:
+    """A sentence on a flag of vllm-mlx's serve with which it would not work, if there is one."""
+    for name, (least, largest) in _RANGES.items():
+        value = vars(serve).get(name)
+        if value is not None and not least <= value <= largest:
+            most = f" and at most {largest:g}" if largest < LARGEST else ""
+            return f"--{name.replace('_', '-')} must be at least {least:g}{most}"
+    return None
 
 
 def check_server() -> None:
