@@ -9,6 +9,7 @@ import pytest
 from pion_vllm_mlx.server.store.findings import Kind
 from tests.recovery.broken import SSM_WAL, VSTORE_WAL, Copies, boundaries, history
 from tests.recovery.driving import Content, Driver, Word
+from tests.recovery.every_record import everything_of, fill
 from tests.recovery.material import COMPLETION_LAYER, register, rows, state
 
 WIDTH = 8
@@ -93,6 +94,20 @@ def test_a_log_cut_at_every_byte_of_its_last_three_records_holds_what_came_befor
             assert any(note.kind is Kind.TORN for note in driver.store.replayed.notes) == torn
             if not torn or size % 5 == 0:
                 _goes_on(copies.folder, driver)
+
+
+@pytest.mark.parametrize("log", [VSTORE_WAL, SSM_WAL])
+def test_a_log_of_every_kind_of_record_cut_at_every_byte_holds_what_came_before(
+    folder: Path, log: str
+) -> None:
+    whole = fill(folder)
+    copies = Copies(folder)
+    ends = boundaries(folder / log)
+    expected = [everything_of(copies.cut(log, end)) for end in ends]
+    assert expected[-1] == whole
+    for size in range(ends[-1] + 1):
+        complete = max((index for index, end in enumerate(ends) if end <= size), default=0)
+        assert everything_of(copies.cut(log, size)) == expected[complete], size
 
 
 def test_each_log_alone_cut_after_a_record_is_what_the_store_held_then(folder: Path) -> None:
