@@ -29,24 +29,26 @@ Handler: TypeAlias = Callable[[Context, BodyReader], Outcome]
 
 @dataclass(frozen=True)
 class Operation:
-    """One opcode. ``long`` says that its body may be long and is then kept in memory."""
+    """One opcode. ``long`` says that its body may be long and is then kept in memory.
+
+    ``early``: its reply may be sent by the thread that makes it.
+    """
 
     name: str
     handler: Handler
     long: bool = False
     no_auth: bool = False
     grows: bool = False
+    early: bool = False
 
 
 OPERATIONS: dict[int, Operation] = {}
 
 
-def _operation(
-    name: str, *opcodes: int, long: bool = False, no_auth: bool = False, grows: bool = False
-) -> Callable[[Handler], Handler]:
+def _operation(name: str, *opcodes: int, **options: bool) -> Callable[[Handler], Handler]:
     def enter(handler: Handler) -> Handler:
         for opcode in opcodes:
-            OPERATIONS[opcode] = Operation(name, handler, long, no_auth, grows)
+            OPERATIONS[opcode] = Operation(name, handler, **options)
         return handler
 
     return enter
@@ -63,6 +65,12 @@ def find(context: Context, opcode: int) -> Operation:
     if operation.grows:
         context.server.memory_limit.check()
     return operation
+
+
+def answers_early(opcode: int) -> bool:
+    """Whether the reply to an opcode may overtake what the event loop has not sent yet."""
+    operation = OPERATIONS.get(opcode)
+    return operation is not None and operation.early
 
 
 def refusal(error: CommandError) -> Answer:
@@ -172,7 +180,7 @@ async def _attend_query(context: Context, body: BodyReader) -> Pieces:
     return [rows]
 
 
-_operation("attend.prefix.query_fused", 0x24, long=True)(frames.query_fused)
+_operation("attend.prefix.query_fused", 0x24, long=True, early=True)(frames.query_fused)
 
 
 @_operation("moe.expert", *range(0x31, 0x37))

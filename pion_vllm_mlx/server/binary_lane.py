@@ -8,16 +8,19 @@ into its final place and a long reply is sent from where it lies; neither is joi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import time
 from collections.abc import Awaitable
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 from pion_vllm_mlx.errors import CommandError, ProtocolError
 from pion_vllm_mlx.server import binary_commands
 from pion_vllm_mlx.server.binary_commands import Answer, Pieces
 from pion_vllm_mlx.server.direct import DirectWriter
+from pion_vllm_mlx.server.early_reply import EarlyReply
 from pion_vllm_mlx.server.farewell import Farewell
 from pion_vllm_mlx.server.linger import Linger
 from pion_vllm_mlx.server.long_arguments import LongInbound
@@ -54,7 +57,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self._full = False  # something is unsent
         self._drained = asyncio.Event()
         self._drained.set()
-        self._task: asyncio.Task[None] | None = None
+        self._task: asyncio.Future[Any] | None = None
 
     # -- asyncio's side --------------------------------------------------------
 
@@ -73,7 +76,8 @@ class BinaryConnection(asyncio.BufferedProtocol):
         if local:
             unpaced(sock)
         self._client = Client(server.client_ids.next(), address, local)
-        self._context = Context(server, self._client, self._go_on)
+        self._context = Context(server, self._client, self._go_on, answer_early=self._answer_early)
+        self._early = EarlyReply()
         self._direct = DirectWriter(self._transport, server.store.run)
         self._patience = Patience(server.config, self._client)
         self._progress = self._loop.time()
@@ -176,6 +180,9 @@ class BinaryConnection(asyncio.BufferedProtocol):
                 frame = self.parser.next_frame()
                 if frame is None:
                     break
+                if replies and binary_commands.answers_early(frame.code):
+                    self._transport.write(replies)
+                    replies = b""
                 replies += self._execute(frame)
                 if len(replies) > GATHERED_REPLY_BYTES:
                     self._transport.write(replies)
@@ -225,12 +232,18 @@ class BinaryConnection(asyncio.BufferedProtocol):
             self._client.last_command = operation.name
             self._client.active = time.monotonic()
             reader = BodyReader(_bytes_of(body)) if body else _NO_BODY
+            if operation.early:
+                self._let_answer_early()
             outcome = operation.handler(self._context, reader)
         except CommandError as error:
             answer = binary_commands.refusal(error)
         except Exception:  # noqa: BLE001 - outermost loop: a bug must not end the server
             answer = _bug(frame)
         else:
+            if isinstance(outcome, asyncio.Future):
+                self._task = outcome
+                outcome.add_done_callback(partial(self._arrived, frame))
+                return b""
             if not isinstance(outcome, list):
                 self._start(self._finish(outcome, frame))
                 return b""
@@ -246,6 +259,18 @@ class BinaryConnection(asyncio.BufferedProtocol):
         """Begin what is waited for; replies to what came before leave earlier than its own."""
         self._task = self._loop.create_task(self._to_its_end(work))
 
+    def _let_answer_early(self) -> None:
+        """Another thread may send the reply to what is executed now, if nothing is unsent."""
+        if self._full:
+            return
+        with contextlib.suppress(OSError):  # no descriptor is left: the transport sends it
+            self._early.open(self._direct.own_socket())
+
+    def _answer_early(self, pieces: Pieces) -> None:
+        """Send a short reply at once. On the thread that computed it."""
+        if reply := _short((_OK, pieces)):
+            self._early.send(reply)
+
     async def _to_its_end(self, work: Awaitable[None]) -> None:
         try:
             await work
@@ -253,6 +278,20 @@ class BinaryConnection(asyncio.BufferedProtocol):
             self._task = None
             if self._closed:
                 self._direct.release()
+        self._go_on()
+
+    def _arrived(self, frame: Frame, outcome: asyncio.Future[Pieces]) -> None:
+        """An operation has ended that needed no task; its reply may have left already."""
+        self._task = None
+        unsent = self._early.close()
+        if self._closed:
+            self._direct.release()
+        if unsent is None:
+            self._start(self._finish(outcome, frame))
+            return
+        _release(frame.body)
+        if unsent and not self._closed:
+            self._transport.write(unsent)
         self._go_on()
 
     async def _finish(self, pending: Awaitable[Pieces], frame: Frame) -> None:
@@ -297,7 +336,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
         return late and now - self._progress > self.server.config.stall_seconds
 
     @property
-    def running(self) -> asyncio.Task[None] | None:
+    def running(self) -> asyncio.Future[Any] | None:
         """The operation that is being waited for."""
         return self._task
 

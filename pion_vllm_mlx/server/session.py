@@ -20,6 +20,7 @@ from pion_vllm_mlx.server.keyspace.data import Data
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace, Watch
 from pion_vllm_mlx.server.keyspace.view import View
 from pion_vllm_mlx.server.ledger import Ledger
+from pion_vllm_mlx.server.lineage_order import LineageOrder
 from pion_vllm_mlx.server.long_arguments import LongArguments
 from pion_vllm_mlx.server.memory import MemoryStores
 from pion_vllm_mlx.server.memory_limit import MemoryLimit
@@ -172,6 +173,7 @@ class Server:
             self.store.space.spare = self._drop_an_export
         if self.keyspace.wal is not None:
             self.store.space.use.logs.append(self.keyspace.wal)
+        self.store.space.policy = LineageOrder(self.store.space.pin_limits, self.keyspace)
         tenants = self.config.tenants
         self.shares = Shares(tenants, self.store, self.keyspace, self.memory) if tenants else None
         self.attention = AttentionCache(self.config.attention, self.store.run)
@@ -246,13 +248,15 @@ class Server:
 class Context:
     """One command's surroundings. ``when_room`` resumes a paused connection.
 
-    ``overlay`` stands for the keys inside of a transaction.
+    ``overlay`` stands for the keys inside of a transaction. ``answer_early`` may send a reply of
+    the binary lane from the thread that made it.
     """
 
     server: Server
     client: Client
     when_room: Callable[[], None] = lambda: None
     overlay: Data | None = None
+    answer_early: Callable[[list[bytes | memoryview]], None] = lambda pieces: None
 
     @property
     def keys(self) -> View:

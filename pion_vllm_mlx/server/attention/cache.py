@@ -9,9 +9,10 @@ as true as before.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.attention import placement
@@ -28,6 +29,8 @@ from pion_vllm_mlx.server.attention.slots import Key, Slot, SlotTable
 from pion_vllm_mlx.server.store.index import group_of
 from pion_vllm_mlx.server.store.records import Drop, Record
 from pion_vllm_mlx.server.store.store import Store
+
+T = TypeVar("T")
 
 #: runs a call on a thread that may take its time.
 Run = Callable[[Callable[[], Any]], Awaitable[Any]]
@@ -132,14 +135,27 @@ class AttentionCache:
 
         Where ``wanted``, asked from another thread, says no, it is not computed.
         """
-        slot = self.slots.find(key)
-        pending = self._touching(key, slot, self.engine.begin(request.bound(slot.held), wanted))
+        pending = self.query_then(key, request, lambda arrays: arrays, wanted)
         return self._fitting(key, pending) if isinstance(request, Auto) else pending
 
-    async def _touching(self, key: Key, slot: Slot[Resident], pending: Awaitable[Arrays]) -> Arrays:
-        found = await pending
-        self.slots.touch(key, slot)
-        return found
+    def query_then(
+        self,
+        key: Key,
+        request: Request,
+        then: Callable[[Arrays], T],
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> asyncio.Future[T]:
+        """The same; what ``then`` makes of the arrays, on the thread that computed them.
+
+        By then all has changed that a query changes for others, but for what an ``Auto`` adds.
+        """
+        slot = self.slots.find(key)
+
+        def answered(arrays: Arrays) -> T:
+            self.slots.touch(key, slot)
+            return then(arrays)
+
+        return self.engine.begin_then(request.bound(slot.held), answered, wanted)
 
     async def _fitting(self, key: Key, pending: Awaitable[Arrays]) -> Arrays:
         """Block statistics are made by the first query that needs them; looks at every slot."""

@@ -75,6 +75,7 @@ class _Job:
     work: Work[Any]
     done: asyncio.Future[Any]
     wanted: Callable[[], bool]
+    then: Callable[[Any], Any]
 
     @property
     def waited_for(self) -> bool:
@@ -90,7 +91,7 @@ class Engine:
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        #: queries answered, and passes over K/V that answered several of them
+        #: queries answered, and passes over K/V that answered several of them; the thread counts
         self.queries = 0
         self.shared_passes = 0
 
@@ -102,14 +103,23 @@ class Engine:
         ``wanted`` is asked from the thread when its turn comes: where nobody waits any more
         it is not computed, and a CommandError.
         """
+        return self.begin_then(work, _itself, wanted)
+
+    def begin_then(
+        self,
+        work: Work[ResultT],
+        then: Callable[[ResultT], T],
+        wanted: Callable[[], bool] = lambda: True,
+    ) -> asyncio.Future[T]:
+        """The same; what ``then`` makes of the result, on the thread."""
         loop = asyncio.get_running_loop()
         if self._thread is None:
             self._thread = threading.Thread(
                 target=self._run, args=(loop,), name="attention", daemon=True
             )
             self._thread.start()
-        done: asyncio.Future[ResultT] = loop.create_future()
-        self._queue.put(_Job(work, done, wanted))
+        done: asyncio.Future[T] = loop.create_future()
+        self._queue.put(_Job(work, done, wanted, then))
         return done
 
     async def call(self, function: Callable[[], T]) -> T:
@@ -138,6 +148,9 @@ class Engine:
             with np.errstate(all="ignore"):
                 outcomes = _outcomes([job.work for job in jobs]) if jobs else []
             unfinished, done = _sorted_out(jobs, outcomes)
+            self.queries += sum(_answers(job, outcome) for job, outcome in done)
+            self.shared_passes += len(done) > 1
+            done = [(job, _awaited(job, outcome)) for job, outcome in done]
             try:
                 loop.call_soon_threadsafe(self._settle, done, abandoned)
             except RuntimeError:
@@ -150,8 +163,6 @@ class Engine:
         for job in abandoned:
             if not job.done.done():
                 job.done.set_exception(CommandError("nobody waits for this any more"))
-        self.queries += sum(_answers(job, outcome) for job, outcome in done)
-        self.shared_passes += len(done) > 1
         for job, outcome in done:
             if job.done.done():
                 continue
@@ -184,6 +195,20 @@ def _sorted_out(
         else:
             done.append((job, outcome))
     return unfinished, done
+
+
+def _itself(result: ResultT) -> ResultT:
+    return result
+
+
+def _awaited(job: _Job, outcome: Any) -> Any:
+    """What is to be known of a job: what follows from its result, or an exception."""
+    if isinstance(outcome, BaseException):
+        return outcome
+    try:
+        return job.then(outcome)
+    except Exception as error:  # noqa: BLE001 - outermost loop of the thread: who waits gets it
+        return error
 
 
 def _answers(job: _Job, outcome: Any) -> bool:

@@ -14,7 +14,7 @@ u32     fa_window, only where four bytes are left; without it the server's defau
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.arguments import check_prefix
@@ -28,7 +28,7 @@ WHERE = "ATTEND.PREFIX.QUERY_FUSED"
 _WINDOW_BYTES = 4
 
 
-def query_fused(context: Context, body: BodyReader) -> Awaitable[list[Piece]]:
+def query_fused(context: Context, body: BodyReader) -> asyncio.Future[list[Piece]]:
     """Begin a query; its reply f32 ``[H_q, M, D]``. Raises CommandError, ColdMiss, NotStored."""
     attention = context.server.attention
     key = Key(body.sid(), body.u16())
@@ -43,11 +43,13 @@ def query_fused(context: Context, body: BodyReader) -> Awaitable[list[Piece]]:
     asked = int.from_bytes(window, "little") if window else -1
     sizes = Sizes(WHERE, heads, kv_heads, dim, attention.window(asked))
     request = Dense(sizes, sizes.queries(q), sizes.head_map(head_map), sizes.suffix(suffix, k, v))
-    return _pieces(attention.query(key, request, context.connected))
 
+    def pieces(arrays: Arrays) -> list[Piece]:
+        found: list[Piece] = [raw(array) for array in arrays]
+        context.answer_early(found)
+        return found
 
-async def _pieces(pending: Awaitable[Arrays]) -> list[Piece]:
-    return [raw(array) for array in await pending]
+    return attention.query_then(key, request, pieces, context.connected)
 
 
 def _ends(rest: memoryview, query: int, side: int, heads: int) -> list[int]:

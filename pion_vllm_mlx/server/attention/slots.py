@@ -8,12 +8,14 @@
 WARM holds K/V, COLD only says that the key was WARM once and of what shape. All limits
 give up the least recently used; where there are tenants, one past its quota gives its own,
 and past the limits of all the owner with the most gives first. Nothing here is logged or
-saved: it is a cache, and a restart leaves it empty. Belongs to the event loop.
+saved: it is a cache, and a restart leaves it empty. Belongs to the event loop, all but
+``touch``.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+import weakref
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -89,6 +91,8 @@ class SlotTable(Generic[HeldT]):
         self.max_cold = max_cold
         self.warm: OrderedDict[Key, Slot[HeldT]] = OrderedDict()
         self.cold: OrderedDict[Key, ColdEntry] = OrderedDict()
+        #: weak: what has left meanwhile is not kept for it
+        self._touched: deque[tuple[Key, weakref.ref[Slot[HeldT]]]] = deque()
         self.counters = SlotCounters()
         #: whose a session is: of several owners the one with the most gives up a slot first
         self.owner: Callable[[bytes], bytes] | None = None
@@ -116,6 +120,7 @@ class SlotTable(Generic[HeldT]):
 
     def find(self, key: Key) -> Slot[HeldT]:
         """The resident slot; does not count as access. Raises ColdMiss, NotStored."""
+        self._catch_up()
         slot = self.warm.get(key)
         if slot is not None:
             return slot
@@ -124,9 +129,18 @@ class SlotTable(Generic[HeldT]):
         raise NotStored("session not found")
 
     def touch(self, key: Key, slot: Slot[HeldT]) -> None:
-        """A query was answered from ``slot``; without effect where another one took its place."""
-        if self.warm.get(key) is slot:
-            self.warm.move_to_end(key)
+        """A query was answered from ``slot``; without effect where another one took its place.
+
+        Any thread may say so; it holds before anybody has to leave.
+        """
+        self._touched.append((key, weakref.ref(slot)))
+
+    def _catch_up(self) -> None:
+        """Bring the order of ``warm`` up to date."""
+        while self._touched:
+            key, slot = self._touched.popleft()
+            if key in self.warm and self.warm[key] is slot():
+                self.warm.move_to_end(key)
 
     # -- changing --------------------------------------------------------------
 
@@ -160,6 +174,7 @@ class SlotTable(Generic[HeldT]):
         Raises OutOfMemory, and then nothing has changed, for what does not fit at all.
         """
         self.check_fits(key.sid, slot.held.nbytes)
+        self._catch_up()
         self.warm.pop(key, None)
         if self.cold.pop(key, None) is not None and rehydrates:
             self.counters.rehydrates += 1
@@ -174,6 +189,7 @@ class SlotTable(Generic[HeldT]):
         What queries derived from it may push out others, but is given up where it would not
         fit even alone, or not ``keep_derived``.
         """
+        self._catch_up()
         quota = self._quota_of(newest.sid)
         slot = self.warm.get(newest)
         limits = [one for one in (quota, self.budget) if one] if keep_derived else [0]
@@ -193,6 +209,7 @@ class SlotTable(Generic[HeldT]):
 
     def spare(self, nbytes: int) -> None:
         """Demote until so many bytes came free, or nothing is left."""
+        self._catch_up()
         while nbytes > 0 and self.warm:
             nbytes -= self._demote(None, by_bytes=True)
 
