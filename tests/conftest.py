@@ -62,11 +62,12 @@ def kills(request: pytest.FixtureRequest) -> int:
 
 @dataclass
 class RunningServer:
-    """A ``pion-server`` process of one test, its data in ``dir``."""
+    """A ``pion-server`` process of one test, its data in ``dir``; ``module`` is its program."""
 
     port: int
     dir: Path
     flags: tuple[str, ...] = ()
+    module: str = "pion_vllm_mlx"
     log: Path = field(init=False)
     process: subprocess.Popen[bytes] | None = None
 
@@ -84,7 +85,7 @@ class RunningServer:
 
     def start(self, *more: str) -> RunningServer:
         """Start the server and wait until it answers PING."""
-        command = [sys.executable, "-m", "pion_vllm_mlx", "server", "--kvcache"]
+        command = [sys.executable, "-m", self.module, "server", "--kvcache"]
         command += ["-p", str(self.port), "--dir", str(self.dir), *self.flags, *more]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
