@@ -174,6 +174,39 @@ def test_a_request_is_sampled_as_it_asks_whatever_runs_beside(front: Front, besi
     assert text.startswith(plain) == (beside["temperature"] == 0)
 
 
+def test_a_schema_that_fails_ends_its_own_reply_alone(front: Front) -> None:
+    """That of a request that cannot be computed here: it wants a kernel in Metal."""
+    schema = {"name": "x", "strict": True, "schema": {"type": "object", "properties": {}}}
+    strict = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    long = {"max_tokens": 800, "logit_bias": {"0": -100.0}}
+    alone = said(front, **long)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(said, front, **long)
+        for _ in range(4):
+            ask(front, **strict)
+        assert running.result() == alone
+
+
+def test_what_fails_once_ends_the_reply_and_is_not_asked_again() -> None:
+    import mlx.core as mx
+
+    from pion_vllm_mlx.serve.engine_vllm_mlx_samplers import failing_alone
+
+    calls: list[int] = []
+
+    def fails(tokens: Any, logits: Any) -> Any:
+        calls.append(1)
+        raise ValueError("no")
+
+    logits = mx.zeros((1, 8))
+    guarded = failing_alone(fails, [3, 5])
+    for _ in range(2):
+        assert mx.argmax(guarded(mx.array([1]), logits)).item() == 3
+        assert (guarded(mx.array([1]), logits) == 0).tolist() == [[i in (3, 5) for i in range(8)]]
+    assert len(calls) == 1
+    assert failing_alone(lambda tokens, logits: logits + 1, [3])(None, logits).tolist() == [[1] * 8]
+
+
 @pytest.mark.parametrize(("path", "content"), [(MESSAGES, []), (CHAT, None)])
 def test_a_message_of_nothing_is_no_fault_of_the_engine(
     front: Front, path: str, content: list[Json] | None
