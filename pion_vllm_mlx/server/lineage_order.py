@@ -1,0 +1,142 @@
+"""Whose rows leave first where lineages are stored: as their own index tells.
+
+A conversation stands on segments that others share. Whoever stores, restores or continues one
+marks its whole chain as used in ``pps:lru``, so that nothing there is older than what stands on
+it; among equals the newest segment leaves first: a leaf before what it stands on. The order in
+which the server itself saw its sessions accessed knows none of that: memory serves a shared
+root for days, and only its leaves are written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
+from pion_vllm_mlx.server.keyspace.values import SortedSet
+from pion_vllm_mlx.server.lineage import lineage_of
+from pion_vllm_mlx.server.store.eviction import (
+    LeastRecentlyUsed,
+    PinLimits,
+    Shortage,
+    protected,
+)
+from pion_vllm_mlx.server.store.index import Session, group_of
+from pion_vllm_mlx.server.store.state import State
+
+MOST_ANCHORS = 16
+"""As many anchors leave after all else that is not pinned, those that were used last."""
+
+_ROWS = b"pps"
+
+
+class LineageOrder(LeastRecentlyUsed):
+    """The least recently used session first, then anchors, then those that pins protect.
+
+    Segments of lineages take each other's places so that they are in the order of ``pps:lru``;
+    everybody else stays where the server's own order has them. A third of the disk budget is
+    kept for anchors, and for what these stand on, at most.
+    """
+
+    def __init__(self, pins: PinLimits, keyspace: Keyspace) -> None:
+        super().__init__(pins)
+        self._keyspace = keyspace
+
+    def victims(
+        self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
+    ) -> Iterator[Session]:
+        order = self._by_use(state)
+        kept = protected(self.pins, reversed(order))
+        anchors = self._anchors()
+        later = [one for one in order if one.sid not in kept and group_of(one.sid) in anchors]
+        yield from (
+            one for one in order if one.sid not in kept and group_of(one.sid) not in anchors
+        )
+        yield from later
+        yield from (one for one in order if one.sid in kept)
+
+    # -- inside ----------------------------------------------------------------
+
+    def _by_use(self, state: State) -> list[Session]:
+        """All sessions, those of lineages by the last use that their index tells."""
+        order = state.by_access()
+        places: list[int] = []
+        mine: list[tuple[float, int, Session]] = []
+        used: dict[bytes, Mapping[bytes, float]] = {}
+        for place, session in enumerate(order):
+            lineage = lineage_of(group_of(session.sid), b"")
+            if lineage is None:
+                continue
+            places.append(place)
+            mine.append((*self._last_use(group_of(session.sid), lineage, used), session))
+        mine.sort(key=lambda one: one[:2])
+        for place, (_, _, session) in zip(places, mine, strict=True):
+            order[place] = session
+        return order
+
+    def _last_use(
+        self, namespace: bytes, lineage: bytes, used: dict[bytes, Mapping[bytes, float]]
+    ) -> tuple[float, int]:
+        """When a segment was last used, and its number, negative.
+
+        One that is not shown yet was used when it got its number; what no index names, never.
+        """
+        number = namespace[len(lineage) + 1 :]
+        mid = lineage[len(_ROWS) :]
+        for key, member in (
+            (b"pps:lru", b"%s:%s" % (mid, number)),
+            (b"pps:%s:loose" % mid, namespace),
+        ):
+            if key not in used:
+                used[key] = self._scores(key)
+            score = used[key].get(member)
+            if score is not None:
+                return score, -int(number)
+        return -math.inf, -int(number)
+
+    def _anchors(self) -> set[bytes]:
+        """The namespaces of the anchors that were used last, and of what they stand on."""
+        most_bytes = self.pins.bytes * 2 // 3
+        sizes = self._fields(b"pps:sizes")
+        scores = self._scores(b"pps:anchors")
+        chosen: set[bytes] = set()
+        for member in _in_turn(scores)[:MOST_ANCHORS]:
+            chain = chosen | {member, *self._above(member)}
+            if not most_bytes or sum(_number(sizes.get(one)) for one in chain) <= most_bytes:
+                chosen = chain
+        return {_ROWS + b"s".join(member.rsplit(b":", 1)) for member in chosen}
+
+    def _above(self, member: bytes) -> Iterator[bytes]:
+        """The segments that one stands on, as the keys over all models name them."""
+        mid, _, number = member.rpartition(b":")
+        for item in self._fields(b"pps:%s:seg:%s" % (mid, number)).get(b"up", b"").split(b","):
+            if item:
+                yield b"%s:%s" % (mid, item.partition(b":")[0])
+
+    def _fields(self, key: bytes) -> Mapping[bytes, bytes]:
+        value = self._found(key)
+        return value if isinstance(value, dict) else {}
+
+    def _scores(self, key: bytes) -> Mapping[bytes, float]:
+        value = self._found(key)
+        return value.scores if isinstance(value, SortedSet) else {}
+
+    def _found(self, key: bytes) -> object:
+        entry = self._keyspace.data.find(key, self._keyspace.now)
+        return None if entry is None else entry.value
+
+
+def _in_turn(scores: Mapping[bytes, float]) -> list[bytes]:
+    """The member of each model and user that was used last, then the second one, and so on."""
+    turns: Counter[bytes] = Counter()
+    ranked: list[tuple[int, bytes]] = []
+    for member in sorted(scores, key=lambda one: scores[one], reverse=True):
+        mid = member.rpartition(b":")[0]
+        ranked.append((turns[mid], member))
+        turns[mid] += 1
+    return [member for _, member in sorted(ranked, key=lambda one: one[0])]
+
+
+def _number(text: bytes | None) -> int:
+    return int(text) if text is not None and text.isdigit() else 0
