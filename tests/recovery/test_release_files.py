@@ -13,10 +13,18 @@ from pion_vllm_mlx.server.keyspace import recovery as keyspace
 from pion_vllm_mlx.server.store import framing, records
 from pion_vllm_mlx.tools import doctor
 from tests.conftest import RunningServer, free_port_block
-from tests.fixtures.make_release import answers, noise
+from tests.fixtures.make_release import (
+    TWIN_BYTES,
+    TWIN_ROWS,
+    TWINS,
+    answers,
+    noise,
+    twin_rows,
+)
 from tests.server.wire import Wire
 
 RELEASES = sorted(path for path in (Path(__file__).parents[1] / "fixtures").glob("[0-9]*"))
+SHARED = sorted(path for path in (Path(__file__).parents[1] / "fixtures").glob("shared-*"))
 
 
 @pytest.fixture(params=RELEASES, ids=lambda path: path.name)
@@ -120,3 +128,42 @@ def test_the_doctor_finds_the_release_sound(release: Path, tmp_path: Path) -> No
     report = doctor.check(copied(release, tmp_path / "data"), quick=False)
     assert report.damage == [] and report.repairs == []
     assert {prefix.namespace for prefix in report.prefixes} == {"chat", "spaced"}
+
+
+@pytest.mark.parametrize("folder", SHARED, ids=lambda path: path.name)
+def test_rows_that_two_prefixes_of_a_release_share_are_both_of_theirs(
+    folder: Path, server: RunningServer
+) -> None:
+    log = framing.scan(
+        memoryview((folder / "pion.vstore.wal.0").read_bytes()), framing.VSTORE_WAL, "log"
+    )
+    parsed = [records.parse(frame.op, frame.payload)[0] for frame in log.frames]
+    moves = [
+        (one.segment, at)
+        for one in parsed
+        if isinstance(one, records.Seal)
+        for _, at, _ in one.moves
+    ]
+    copied_rows = [one for one in parsed if isinstance(one, records.Rows) and one.copied]
+    assert len(copied_rows) == 2
+    assert {(one.segment, one.offset) for one in copied_rows} <= set(moves), "a place of the other"
+    report = doctor.check(copied(folder, server.dir), quick=False)
+    assert report.damage == [] and report.repairs == []
+    server.start()
+    with Wire.tcp(server.port) as wire:
+        for _ in range(2):
+            for ns in TWINS:
+                for side in ("_pk", "_pv"):
+                    words = ("V.FETCH", ns + side, 0, "RANGE", 0, TWIN_ROWS, "FMT", "STORED")
+                    assert wire.ask(*words) == twin_rows(side)[0]
+            wire.ok("KV.PREFIX.SAVE")  # and as this version writes them
+        assert int(wire.info("KV.PREFIX.INFO")["vstore_disk_bytes"]) < 4 * TWIN_BYTES
+        assert wire.ask("KV.PREFIX.DROP", TWINS[0]) == 1
+        assert (
+            wire.ask("V.FETCH", TWINS[1] + "_pv", 0, "RANGE", 0, TWIN_ROWS, "FMT", "STORED")
+            == (twin_rows("_pv")[0])
+        )
+
+
+def test_a_folder_with_shared_rows_is_there() -> None:
+    assert SHARED
