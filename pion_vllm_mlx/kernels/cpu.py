@@ -40,6 +40,8 @@ from pion_vllm_mlx.kernels.widening import Floats, widened
 # Bytes of float32 keys in a chunk: widened ones have to stay in a core's cache, views need not.
 _WIDENED_BYTES = 512 * 1024
 _PLAIN_BYTES = 4 * 1024 * 1024
+# Of gathered rows: threads that take turns at short pieces wait for the interpreter's lock.
+_TAKEN_BYTES = 2 * 1024 * 1024
 _SCORE_VALUES = 512 * 1024
 _LEAST_TOKENS = 128  # a multiple of every tile
 _STRIPS = 16
@@ -252,7 +254,7 @@ class CpuKernels(Kernels):
             found_keys, found_values = (rows.take(kv_heads, tokens) for rows in (keys, values))
             return weigh(q, found_keys, found_values, unused[:, None] if unused.any() else None)
 
-        step = max(_LEAST_TOKENS, _WIDENED_BYTES // (4 * num_heads * dim))
+        step = max(_LEAST_TOKENS, _TAKEN_BYTES // (4 * num_heads * dim))
         columns = [(at, min(width, at + step)) for at in range(0, width, step)]
         running = in_strips(columns, work, cost_of(width, q.shape))
         with np.errstate(all="ignore"):
