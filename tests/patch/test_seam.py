@@ -16,7 +16,7 @@ from pion_vllm_mlx import PionMlxCompatError, PionPrefixCache
 from pion_vllm_mlx.patch import seam
 from tests.models import tiny_model, token_ids
 from tests.patch.conftest import SUFFIX, Opener, alone, forwards
-from tests.patch.families import build
+from tests.patch.families import made, names
 from tests.test_package import WITHOUT_MLX, run_python
 
 NAME = seam.NAME
@@ -126,9 +126,22 @@ def test_recurrent_layers_are_refused_by_name(opened: Opener, family: str) -> No
 
 
 @pytest.mark.usefixtures("patched")
-def test_a_model_that_attends_by_itself_is_refused_by_name(opened: Opener) -> None:
-    model = build("gemma2")
-    with pytest.raises(PionMlxCompatError, match=r"gemma2\.Attention computes attention itself"):
+@pytest.mark.parametrize(
+    ("family", "why"),
+    [
+        ("gemma2", r"gemma2\.Attention computes attention itself"),
+        ("olmo", r"olmo\..* computes attention itself"),
+        ("plamo2", "plamo2: a layer with ArraysCache"),
+        ("deepseek_v41", "deepseek_v41: a layer with LayerCache"),
+    ],
+)
+def test_a_model_that_attends_by_itself_is_refused_by_name(
+    opened: Opener, family: str, why: str
+) -> None:
+    if family not in names():
+        pytest.skip("this mlx-lm has no such model")
+    model = made(family)
+    with pytest.raises(PionMlxCompatError, match=why):
         pion_vllm_mlx.make_pion_prompt_cache(model, "n", opened(model), 4)
     assert not hasattr(gemma2, NAME)
 
@@ -166,9 +179,7 @@ def test_keys_that_were_changed_after_the_cache_are_refused(
 
 @pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("lane", ["in-process", "binary"])
-def test_taking_the_patch_back_under_a_cache_is_no_wrong_number(
-    opened: Opener, lane: str
-) -> None:
+def test_taking_the_patch_back_under_a_cache_is_no_wrong_number(opened: Opener, lane: str) -> None:
     model, ids = tiny_model("llama"), token_ids(20)
     pc = opened(model, lane)
     pc.get_or_prefill(ids, "taken back")
