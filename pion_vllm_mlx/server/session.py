@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,8 +173,10 @@ class Server:
             self.store.space.spare = self._drop_an_export
         if self.keyspace.wal is not None:
             self.store.space.use.logs.append(self.keyspace.wal)
-        self.store.space.policy = LineageOrder(self.store.space.pin_limits, self.keyspace)
-        tenants = self.config.tenants
+        tenants, space = self.config.tenants, self.store.space
+        if tenants:
+            space.pin_limits = replace(space.pin_limits, owner=lambda sid: owner_of(sid, tenants))
+        space.policy = LineageOrder(space.pin_limits, self.keyspace)
         self.shares = Shares(tenants, self.store, self.keyspace, self.memory) if tenants else None
         self.attention = AttentionCache(self.config.attention, self.store.run)
         if tenants:

@@ -286,6 +286,21 @@ def test_pins_of_one_leave_room_for_another(start: Start) -> None:
         assert a.ask("KV.PREFIX.PIN", "mine") == 1
 
 
+def test_pins_of_one_take_no_protection_from_anothers_fewer(start: Start) -> None:
+    """Eight sessions may be pinned; a's two and b's eight are more than that."""
+    server = start("--max-sessions", "16")
+    names = [f"p{number}" for number in range(4)]
+    with user(server, "b", "pb") as b, user(server, "a", "pa") as a:
+        assert store(a, "mine", 4) == ["OK", "OK"]
+        assert a.ask("KV.PREFIX.PIN", "mine") == 1
+        for name in names:
+            assert store(b, name, 4) == ["OK", "OK"]
+            assert b.ask("KV.PREFIX.PIN", name) == 1
+        for name in names:
+            assert store(a, name, 4) == ["OK", "OK"]
+        assert held(a, ["mine", *names]) == ["mine", *names[1:]]
+
+
 def test_no_pinned_prefix_of_who_has_most_leaves_before_another_s_that_is_not(start: Start) -> None:
     """Sixteen sessions are eight prefixes, of which a has pinned four."""
     server = start("--max-sessions", "16")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import islice
+from typing import TypeAlias
 
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
@@ -40,16 +41,25 @@ class EvictionPolicy(ABC):
         """Pins protect so much from now on."""
 
 
+OwnerOf: TypeAlias = Callable[[bytes], bytes]
+
+
+def _one_owner(sid: bytes) -> bytes:
+    """Without tenants all is the server's own user's."""
+    return b""
+
+
 @dataclass(frozen=True)
 class PinLimits:
     """How much pins may protect: so many sessions, so many bytes of rows; 0 = no limit.
 
     Half of the session table and half of the disk budget: what is not pinned always finds
-    room, and a forgotten pin cannot close the store.
+    room, and a forgotten pin cannot close the store. ``owner``: whose a session is.
     """
 
     sessions: int = 0
     bytes: int = 0
+    owner: OwnerOf = _one_owner
 
     @classmethod
     def half_of(cls, max_sessions: int, disk_budget: int) -> PinLimits:
@@ -72,19 +82,21 @@ class PinLimits:
 def protected(pins: PinLimits, latest_first: Iterable[Session]) -> set[bytes]:
     """The sids that pins protect, of sessions in the order in which they were used.
 
-    A pinned prefix may grow beyond the limits: then the pins that were used least recently
-    protect nothing.
+    Pinned prefixes may grow beyond the limits, and the pins of several owners be more than
+    these: then those protect nothing that whoever has pinned most used least recently.
     """
-    kept: set[bytes] = set()
-    total = 0
+    pinned: dict[bytes, list[Session]] = {}
     for session in latest_first:
-        if not session.pinned:
-            continue
-        total += session.row_bytes()
-        if not pins.allow(len(kept) + 1, total):
-            break
-        kept.add(session.sid)
-    return kept
+        if session.pinned:
+            pinned.setdefault(pins.owner(session.sid), []).append(session)
+    counts = {owner: len(held) for owner, held in pinned.items()}
+    sizes = {owner: sum(map(Session.row_bytes, held)) for owner, held in pinned.items()}
+    while not pins.allow(sum(counts.values()), sum(sizes.values())):
+        most = counts if not pins.allow(sum(counts.values()), 0) else sizes
+        owner = max(most, key=lambda one: most[one])
+        sizes[owner] -= pinned[owner].pop().row_bytes()
+        counts[owner] -= 1
+    return {session.sid for held in pinned.values() for session in held}
 
 
 class LeastRecentlyUsed(EvictionPolicy):

@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pion_vllm_mlx.errors import CommandError
@@ -103,7 +103,8 @@ class Space:
     def _grow(self, disk_budget: int) -> None:
         if disk_budget > self.disk_budget:
             self.disk_budget = disk_budget
-            self.pin_limits = PinLimits.half_of(self.max_sessions, disk_budget)
+            limits = PinLimits.half_of(self.max_sessions, disk_budget)
+            self.pin_limits = replace(limits, owner=self.pin_limits.owner)
             self.policy.limit_pins(self.pin_limits)
 
     def _free(self) -> int:
