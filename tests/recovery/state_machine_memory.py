@@ -1,4 +1,4 @@
-"""Small models of what is kept in memory only: slots, blobs by embedding, indices of keys."""
+"""Small models of what is kept in memory only: slots, blobs, indices of keys, resident K/V."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ class Index:
 
 @dataclass
 class Memory:
-    """All three; ``restarted`` forgets everything."""
+    """All four; ``restarted`` forgets everything. ``resident``: H, N, D and V by session."""
 
     slots: dict[bytes, Slot] = field(default_factory=dict)
     blobs: dict[bytes, tuple[int, bytes, bytes]] = field(default_factory=dict)
     indices: dict[bytes, Index] = field(default_factory=dict)
+    resident: dict[bytes, tuple[list[int], bytes]] = field(default_factory=dict)
 
     def copy(self) -> Memory:
         return copy.deepcopy(self)
@@ -62,6 +63,7 @@ class Memory:
         self.slots.clear()
         self.blobs.clear()
         self.indices.clear()
+        self.resident.clear()
 
     # -- slots -------------------------------------------------------------------
 

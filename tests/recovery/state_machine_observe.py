@@ -57,6 +57,7 @@ class Seen:
             "slots": memory.slots,
             "blobs": memory.blobs,
             "indices": memory.indices,
+            "resident": memory.resident,
         }
         for name, held in sizes.items():
             if self.counts[name] != len(held):
@@ -75,6 +76,7 @@ def observe(wire: Wire) -> Seen:
         "slots": int(wire.info("STATE.INFO")["sessions"]),
         "blobs": int(wire.info("KV.INFO")["entries"]),
         "indices": int(wire.info("ATTEND.INFO")["sessions"]),
+        "resident": int(info["sdpa_warm"]),
     }
     return Seen(prefixes, keys, deadlines, counts)
 

@@ -255,6 +255,38 @@ class Steps:
             self.send((b"ATTEND.FINALIZE", *place), lambda world, _: OK)
         same_index(self.client, self.world.memory, sid)
 
+    def resident(self, rng: Random) -> None:
+        """K and V that queries see at once; of one token attention is its V."""
+        sid, held = rng.choice([b"r", b"q"]), self.world.memory.resident
+        self._is_resident(sid)
+
+        def forget(world: World, _: Moment) -> Any:
+            world.memory.resident.pop(sid, None)
+            return 0  # no such prefix is stored
+
+        if rng.random() < 0.2:
+            self.send((b"KV.PREFIX.DROP", sid), forget)
+            return
+        shape = [rng.choice([1, 2]), rng.choice([1, 1, 3]), 32]
+        numbers = np.random.default_rng(rng.getrandbits(32))
+        k, v = (numbers.integers(-9, 9, shape).astype("<f4").tobytes() for _ in "kv")
+
+        def effect(world: World, _: Moment) -> Any:
+            world.memory.resident[sid] = shape, v
+            return OK
+
+        words = (b"ATTEND.PREFIX.STORE", sid, b"0", *(b"%d" % one for one in shape), k, v)
+        self.send(words, effect)
+        self._is_resident(sid)
+        if held[sid][0][1] == 1:
+            query = (b"%d" % shape[0], b"32", b"1", k)
+            assert self.ask((b"ATTEND.PREFIX.QUERY", sid, b"0", *query)) == v
+
+    def _is_resident(self, sid: bytes) -> None:
+        held = self.world.memory.resident.get(sid)
+        expected = ["HIT", *held[0]] if held else ["MISS", 0, 0, 0]
+        assert self.ask((b"ATTEND.PREFIX.LOOKUP", sid, b"0", b"SHAPE")) == expected
+
     # -- snapshots, exports, reads -----------------------------------------------
 
     def save(self, rng: Random) -> None:
@@ -314,6 +346,7 @@ class Steps:
 
     steps: ClassVar[list[Callable[[Steps, Random], None]]] = [
         *[prefix, key] * 12,
-        *[transaction, take_point, use_point, branch, branch, slot, blob, index, read] * 2,
+        *[transaction, take_point, use_point, branch, branch, slot, blob, index, resident, read]
+        * 2,
         *[prefix_that_ends_now, key_that_ends_soon, save, seal, export],
     ]

@@ -45,8 +45,9 @@ from tests.server.wire import Refusal, Wire, request
 #: writes that are not commands of ``Op``: the rules named here send them
 OTHER_WRITES = {"EXEC", "V.RESTORE"}
 MEMORY_WRITES = {"STATE.ALLOC", "STATE.WRITE", "KV.STORE", "ATTEND.CREATE", "ATTEND.STORE"}
-RESIDENT = {"ATTEND.PREFIX.STORE", "KV.PREFIX.WARM"}
-"""What fills the attention cache stores nothing; tests/server/attention has it."""
+MEMORY_WRITES |= {"ATTEND.PREFIX.STORE"}
+COPIES = {"KV.PREFIX.WARM"}
+"""What fills the attention cache from stored rows stores nothing; tests/server/attention has it."""
 
 _INVALID = invalid_commands()
 _ENDS = ["go on", "refusals", "restart", "kill", "kill under way"]
@@ -233,7 +234,7 @@ def test_every_write_command_of_the_table_has_a_rule() -> None:
     assert set(prefix) | {"v_drop"} == set(PREFIX_OPS)
     ruled = set(prefix.values()) | set(KEY_WRITES) | OTHER_WRITES | MEMORY_WRITES
     ruled |= {"KV.PREFIX.UNPIN", "V.DROP", "V.FREE"}
-    writes = {one.name for one in TABLE.values() if one.write or one.grows} - RESIDENT
+    writes = {one.name for one in TABLE.values() if one.write or one.grows} - COPIES
     assert writes == ruled
     assert set(INVALID) <= writes
 
@@ -244,7 +245,7 @@ def test_server_and_model_agree_through_restarts_and_kills(
 ) -> None:
     profile = _profile(200, 30, fixed=False) if long_run else _profile(11, 20, fixed=True)
     run_state_machine_as_test(machine, settings=profile)
-    writes = {one.name for one in TABLE.values() if one.write or one.grows} - RESIDENT
+    writes = {one.name for one in TABLE.values() if one.write or one.grows} - COPIES
     assert not writes - set(machine.done), "never accepted in this run"
     assert set(machine.restarts) >= {"stopped", "killed", "killed under way"}
     print(f"\n{sum(machine.done.values())} commands, {dict(machine.restarts)}")
