@@ -23,15 +23,15 @@ MIN_GAIN = LineageOptions().min_gain
 USER = {"role": "user", "content": "What is a prefix?"}
 
 
+@pytest.mark.timeout(300)  # six processes that import vllm-mlx, one after the other
 @pytest.mark.parametrize("family", ["llama", "qwen3_next", "gemma3_text"])
 def test_serve_starts_where_warm_has_ended(
     pion_server: RunningServer, tmp_path: Path, family: str
 ) -> None:
     model = make_folder(tmp_path / family, family)
-    text, body, short = (tmp_path / name for name in ("system.txt", "body.json", "short.txt"))
+    text, body = tmp_path / "system.txt", tmp_path / "body.json"
     text.write_text(SYSTEM + "\n")
     body.write_text(json.dumps({"messages": [SYSTEM_MESSAGE, USER], "tools": TOOLS}))
-    short.write_text("?")
     store = ("--pion-host", "127.0.0.1", "--pion-port", str(pion_server.port))
     words = (text, body, "--engine", "vllm-mlx", "--model", model, "--json", *store)
     plain, tools = command("warm", *words).json
@@ -61,8 +61,19 @@ def test_serve_starts_where_warm_has_ended(
     told = json.loads(command(*asked).out)
     assert 0 < told["common"] == told["position"]
     assert family != "llama" or told["restorable"] == told["common"]
+
+
+def test_what_cannot_be_warmed_is_said_in_a_sentence(
+    pion_server: RunningServer, tmp_path: Path
+) -> None:
+    text, short = tmp_path / "system.txt", tmp_path / "short.txt"
+    text.write_text(SYSTEM + "\n")
+    short.write_text("?")
     (tmp_path / "empty").mkdir()
-    none = command("warm", text, "--engine", "vllm-mlx", "--model", tmp_path / "empty", *store)
+    words = ("--engine", "vllm-mlx", "--pion-host", "127.0.0.1", "--pion-port", pion_server.port)
+    none = command("warm", text, *words, "--model", tmp_path / "empty")
     assert none.code == 1 and "config" in none.err and "Traceback" not in none.err
-    refused = command("warm", short, *words[2:])
+    model = make_folder(tmp_path / "model")
+    refused = command("warm", short, text, *words, "--model", model)
     assert refused.code == 1 and "fewer than are ever restored" in refused.out
+    assert f"{text}: " in refused.out and "pinned as" in refused.out  # the other one is stored
