@@ -12,10 +12,12 @@ Raises CommandError (ColdMiss for a slot that is known and not resident, see als
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -34,10 +36,18 @@ from pion_vllm_mlx.cache.attend_request import (
 )
 from pion_vllm_mlx.cache.connection import Address, RespConnection
 from pion_vllm_mlx.cache.store_client import StoreClient
-from pion_vllm_mlx.errors import ColdMiss, CommandError, OutOfMemory, StoreUnavailable
+from pion_vllm_mlx.errors import (
+    ColdMiss,
+    CommandError,
+    OutOfMemory,
+    PionError,
+    StoreUnavailable,
+)
 from pion_vllm_mlx.wire.resp import Part
 
 T = TypeVar("T")
+
+log = logging.getLogger("pion_vllm_mlx")
 
 WORK_SECONDS = 60.0
 """How long one attention, or the warming of a namespace, may keep the server busy."""
@@ -71,6 +81,8 @@ class AttendClient:
         self.query_ms_total = 0.0
         self.queries: Counter[str] = Counter()
         self.in_process = 0
+        #: whether sparse queries that fail are told of in the log
+        self.debug_sparse = False
 
     @property
     def lane(self) -> str:
@@ -244,6 +256,18 @@ class AttendClient:
         """``query.q`` ``[H_q, 1, D]`` over the best blocks, the tail, and the whole suffix."""
         (out,) = self._floats(slot, [sparse_command(slot, query, chosen)], [query.q.size])
         return out.reshape(query.q.shape)
+
+    @contextlib.contextmanager
+    def telling_sparse(self, slot: Slot) -> Iterator[None]:
+        """Says, where that is wanted, what a sparse query over a slot fails with."""
+        try:
+            yield
+        except PionError as error:
+            if self.debug_sparse:
+                log.warning(
+                    "sparse attention over %s layer %s: %s", slot.namespace, slot.layer, error
+                )
+            raise
 
     # -- inside -------------------------------------------------------------------
 

@@ -45,7 +45,6 @@ from pion_vllm_mlx.errors import (
     CommandError,
     DamagedData,
     NewerFormat,
-    PionError,
     ServerRefused,
 )
 
@@ -68,7 +67,6 @@ class AttendMethods:
     _attend_tokens: dict[str, int]
     #: session ids of the prefixes that were asked for, by namespace
     _attend_sids: dict[str, str]
-    _attend_debug: bool
 
     @property
     def attention(self) -> AttendClient:
@@ -202,13 +200,8 @@ class AttendMethods:
     def _sparse(self, slot: Slot, query: Query, chosen: Sparse) -> Floats:
         """``(H_q, D)`` for one query token."""
         shape = query.keys.shape[0], query.q.shape[2]
-        try:
+        with self._attend.telling_sparse(slot):
             return self._asked(slot, shape, lambda at: self._attend.sparse(at, query, chosen))[:, 0]
-        except PionError as error:
-            if self._attend_debug:
-                where = f"{slot.namespace} layer {slot.layer}"
-                log.warning("sparse attention over %s: %s", where, error)
-            raise
 
     def _stored_heads(self, slot: Slot) -> int:
         """H_kv of the slot that a query of this namespace and layer is to be answered from.

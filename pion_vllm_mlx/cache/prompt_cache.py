@@ -115,7 +115,7 @@ class PionPromptCache(AttendMethods):
         self._attend = AttendClient(self._client, known, no_binary=no_binary)
         self._attend_tokens: dict[str, int] = {}
         self._attend_sids: dict[str, str] = {}
-        self._attend_debug = switches.debug_sparse_auto
+        self._attend.debug_sparse = switches.debug_sparse_auto
         self.attend_unfused = switches.no_fused_attend
         weakref.finalize(self, self._attend.close)
         self._lock = threading.RLock()

@@ -63,7 +63,8 @@ class RemotePrefix:
     ) -> Floats:
         """``[H_q, 1, D]`` over the best blocks, the tail, and the whole suffix."""
         query = self._query(q, keys, values, 0)
-        return self._ask(layer, keys, lambda slot: self._client.sparse(slot, query, chosen))
+        with self._client.telling_sparse(self._slot(layer)):
+            return self._ask(layer, keys, lambda slot: self._client.sparse(slot, query, chosen))
 
     def prefixes(
         self, layer: int, asked: Sequence[tuple[Floats, int]]

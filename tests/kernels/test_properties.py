@@ -84,10 +84,22 @@ def test_a_fused_query_equals_one_over_the_joined_tokens(to: Any, rng: np.random
 def test_sparse_with_all_blocks_equals_dense(
     to: Any, selector: Any, rng: np.random.Generator
 ) -> None:
-    prefix = prefix_in(cases.prefix(rng, (4, 1024, 128), "fp32"), to)
+    # six tokens more than all blocks hold: with them alone the dense kernels would be asked
+    prefix = prefix_in(cases.prefix(rng, (4, 1030, 128), "fp32"), to)
     q = to(cases.values(rng, (4, 128), "fp32"))
+    selection = Selection(64, 16, selector)
     whole = host(api.attend(q, prefix))
-    found = host(api.attend_sparse_auto(q, prefix, Selection(64, 16, selector)))
+    found = host(api.attend_sparse_auto(q, prefix, selection))
+    np.testing.assert_allclose(found[0], whole[0], atol=1e-6)
+    np.testing.assert_allclose(found[1], whole[1], atol=1e-5)
+    assert prefix.statistics  # the blocks were chosen, and attended one by one
+    suffix = api.Suffix(*(to(cases.values(rng, (4, 9, 128), "fp32")) for _ in range(2)))
+    whole = host(api.attend_fused(q, prefix, suffix))
+    found = host(api.attend_sparse_auto_fused(q, prefix, suffix, selection))
+    np.testing.assert_allclose(found[0], whole[0], atol=1e-6)
+    prefix = prefix_in(cases.prefix(rng, (4, 1024, 128), "fp32"), to)
+    whole = host(api.attend(q, prefix))
+    found = host(api.attend_sparse_auto(q, prefix, selection))
     np.testing.assert_allclose(found[0], whole[0], atol=1e-6)
     every = np.tile(rng.permutation(1024).astype(np.int32), (4, 1))
     found = host(api.attend_sparse(q, prefix, every, np.full(4, 1024, np.uint32)))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+import pion_vllm_mlx
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
-from pion_vllm_mlx.errors import ServerRefused
+from pion_vllm_mlx.errors import PionError, ServerRefused
 from tests.conftest import free_port_block
 from tests.models import tiny_model, token_ids
 from tests.patch.conftest import Opener
@@ -372,3 +374,37 @@ def test_stage_2_of_a_model_that_cannot_have_it_is_counted_and_never_raised(
     staged = opened(model, stage2=True)
     assert staged.get_or_prefill(ids, f"latent {family}")[0].offset == len(ids)
     assert staged.stats()["store_failures"] == 1 and not staged.lookup(f"latent {family}")
+
+
+@pytest.mark.parametrize("switch", ["1", ""])
+def test_a_failing_sparse_call_is_told_of_where_the_switch_says_so(
+    opened: Opener,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    switch: str,
+) -> None:
+    monkeypatch.setenv("PION_DEBUG_SPARSE_AUTO", switch)
+    pc, told = opened(None), "sparse attention over nowhere layer 3: "
+    with pytest.raises(ServerRefused):
+        pc.attend_query_sparse_auto("nowhere", 3, normal(1, H_Q, D), 8, 2, H_KV, MAP)
+    assert (told in caplog.text) == bool(switch)
+
+
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("switch", ["1", ""])
+def test_a_failing_sparse_call_of_the_patch_is_told_of_as_well(
+    opened: Opener,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    switch: str,
+) -> None:
+    monkeypatch.setenv("PION_DEBUG_SPARSE_AUTO", switch)
+    model, name, ids = tiny_model("llama"), f"told{switch}", token_ids(40)
+    pc = opened(model)
+    pc.get_or_prefill(ids, name)
+    mode = {"K_block": 4, "K_blocks": 2}
+    cache = pion_vllm_mlx.make_pion_prompt_cache(model, name, pc, len(ids), mode)
+    pc.resp.call("KV.PREFIX.DROP", name)
+    with pytest.raises(PionError):
+        model(mx.array([[1]]), cache=cache)
+    assert (f"sparse attention over {name} layer 0: " in caplog.text) == bool(switch)

@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import pion_vllm_mlx
 from pion_vllm_mlx.cache import inproc
@@ -93,7 +94,7 @@ def test_two_caches_over_one_prefix_do_not_change_each_other(opened: Opener, lan
     assert furthest(forwards(model, second, 4), wanted) < 1e-5
 
 
-def test_a_long_suffix_stays_here_and_is_merged_with_the_prefix(
+def test_without_the_fused_query_the_suffix_is_merged_with_the_prefix_here(
     opened: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PION_DISABLE_FUSED_ATTEND", "1")
@@ -102,6 +103,22 @@ def test_a_long_suffix_stays_here_and_is_merged_with_the_prefix(
     cache = attended(pc, model, ids, "merged")
     assert furthest(forwards(model, cache, STEPS), alone(model, ids, STEPS)) < 1e-5
     assert set(pc.attention.queries) == {"resp"}
+
+
+def test_a_suffix_of_more_than_a_megabyte_stays_here_and_is_merged_with_the_prefix(
+    opened: Opener,
+) -> None:
+    model, ids, more = tiny_model("llama"), token_ids(40), token_ids(2050, seed=6)
+    pc = opened(model, "binary")
+    cache, plain = attended(pc, model, ids, "megabyte"), make_prompt_cache(model)
+    model(mx.array([ids]), cache=plain)
+    asked = []
+    for tokens in (more[:-3], more[-3:], [7]):  # 512 bytes a token and layer
+        found, wanted = (model(mx.array([tokens]), cache=one) for one in (cache, plain))
+        assert furthest([found], [wanted]) < 1e-5
+        asked.append(dict(pc.attention.queries))
+    layers = len(cache)
+    assert asked == [{"binary": layers}, *({"binary": layers, "resp": n * layers} for n in (1, 2))]
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])

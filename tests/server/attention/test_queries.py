@@ -219,6 +219,12 @@ def test_all_blocks_are_dense_attention(ask: Asking) -> None:
         sparse(ask, q, every, [1024] * 4),
     ):
         np.testing.assert_allclose(floats(answer, 4, 128), dense, rtol=0, atol=1e-6)
+    # with a tail behind all blocks the blocks are chosen, not taken for the whole
+    prefix(ask, 76, 4, 1030, 128)
+    before = ask.info()["sdpa_bytes"]
+    dense, found = (floats(one, 4, 128) for one in (ask.query(q), auto(ask, q, 64, 16, 4)))
+    np.testing.assert_allclose(found, dense, rtol=0, atol=1e-6)
+    assert ask.info()["sdpa_bytes"] > before
 
 
 def test_a_needle_is_found_by_two_blocks(ask: Asking) -> None:
