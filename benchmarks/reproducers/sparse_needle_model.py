@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,11 @@ from pion_vllm_mlx import (
 
 DEPTHS = (0.1, 0.35, 0.6)
 NUMBERS = ("7421", "3856")
+
+
+def _tell(line: str) -> None:
+    """How far it is: a run takes minutes."""
+    print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
 
 class Reader:
@@ -43,7 +50,9 @@ class Reader:
                     ids, question, answer = self._planted(needle, number, depth)
                     pc.get_or_prefill(ids, f"{number} {depth}")
                     dense = self._said(pc, ids, f"{number} {depth}", question, None)
-                    if dense[0] != answer:
+                    found = dense[0] == answer
+                    _tell(f"{number} at {depth}: {'found' if found else 'missed'} densely")
+                    if not found:
                         continue
                     asked += 1
                     for selector in selectors:
@@ -51,6 +60,7 @@ class Reader:
                             mode = {"K_block": block, "K_blocks": top, "selector": selector}
                             said = self._said(pc, ids, f"{number} {depth}", question, mode)
                             hits[selector, top] = hits.get((selector, top), 0) + (said == dense)
+                            _tell(f"  {selector}, {top} blocks: {said == dense}")
         finally:
             uninstall_pion_attention_patch()
         return [self._line(selector, asked, hits, block, tops) for selector in selectors]
