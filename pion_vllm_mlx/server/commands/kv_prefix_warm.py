@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from pion_vllm_mlx.errors import CommandError, OutOfMemory
+from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.attention import warming
 from pion_vllm_mlx.server.attention.resident import Resident, check_dim
@@ -127,13 +127,10 @@ def _target(context: Context, namespace: bytes, args: list[Arg]) -> bytes:
 
 
 def _check_budget(context: Context, target: bytes, pairs: list[LayerPair], dim: int) -> None:
-    """Raise OutOfMemory where the layers would push out each other."""
+    """Raise OutOfMemory for a layer that does not fit even alone; else the last ones stay."""
     attention = context.server.attention
-    dtype, budget = attention.settings.dtype, attention.slots.budget
-    total = sum(pair.kept_bytes(dtype, dim) for pair in pairs)
-    attention.slots.check_quota(target, total)
-    if budget and total > budget:
-        raise OutOfMemory(f"{WHERE}: {total} bytes do not fit --attend-budget {budget}")
+    for pair in pairs:
+        attention.slots.check_fits(target, pair.kept_bytes(attention.settings.dtype, dim))
 
 
 async def _read(

@@ -201,9 +201,27 @@ def test_what_does_not_fit_the_budget_at_all_is_refused(narrow: RunningServer) -
         for layer in range(2):
             for side, rows in zip(("pk", "pv"), one(layer, 1600), strict=True):
                 wire.ok("V.STOREBATCH", f"large_{side}", layer, 0, 1600, rows.tobytes())
+        for side, rows in zip(("pk", "pv"), one(3, 3001), strict=True):
+            wire.ok("V.STOREBATCH", f"large_{side}", 2, 0, 3001, rows.tobytes())
         answer = wire.ask("KV.PREFIX.WARM", "large", 1, 32, "elsewhere")
         assert isinstance(answer, Refusal) and answer.startswith("OOM ")
         assert asking.info() == before and asking.lookup() == "HIT"
+
+
+def test_warm_past_the_budget_demotes_until_it_fits(narrow: RunningServer) -> None:
+    with connected(narrow, "many") as asking:
+        wire = asking.wire
+        wire.ok("KV.PREFIX.REGISTER", "many", 32, "fp16")
+        stored = [one(2 * layer, 1200) for layer in range(4)]
+        for layer, sides in enumerate(stored):
+            for side, rows in zip(("pk", "pv"), sides, strict=True):
+                wire.ok("V.STOREBATCH", f"many_{side}", layer, 0, 1200, rows.tobytes())
+        assert wire.ask("KV.PREFIX.WARM", "many", 1, 32) == "4"
+        found = [asking.at(layer=n).lookup() for n in range(4)]
+        assert found == ["COLD", "COLD", "HIT", "HIT"]
+        half = [part.astype("f2").astype("f4") for part in stored[3]]
+        answer = floats(asking.at(layer=3).query(Q), 1, 1, 32)
+        np.testing.assert_allclose(answer, oracle.dense(Q, *half)[0], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
