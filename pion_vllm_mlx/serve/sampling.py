@@ -13,6 +13,8 @@ from pion_vllm_mlx.serve.checks import Json, mapping, numbers
 
 #: of a float32
 LARGEST = 3.4e38
+#: what is divided by less than that is not a float32 any more; 0 takes the likeliest token
+COLDEST = 1e-30
 #: the least and the largest value of each
 RANGES: Mapping[str, tuple[float, float]] = {
     "temperature": (0, LARGEST),
@@ -32,6 +34,8 @@ def check_sampling(body: Json) -> None:
         least, largest = RANGES[name]
         if not least <= value <= largest:
             raise bad_request(f"{name} must be {_range(least, largest)}")
+        if name == "temperature" and 0 < value < COLDEST:
+            raise bad_request(f"temperature must be 0, or at least {COLDEST:g}")
     for token, bias in mapping(body, "logit_bias").items():
         if not token.isascii() or not token.isdigit():
             raise bad_request(f"logit_bias: {token!r} is no token id")

@@ -21,6 +21,7 @@ BODIES: dict[str, Json] = {
 WRONG: list[tuple[Json, str]] = [
     ({"temperature": -0.1}, "temperature must be a number that a float32 can hold, not below 0"),
     ({"temperature": 10**400}, "temperature"),
+    ({"temperature": 1e-40}, "temperature must be 0, or at least 1e-30"),
     ({"temperature": "hot"}, "temperature must be a number"),
     ({"temperature": True}, "temperature"),
     ({"top_p": 1.01}, "top_p must be from 0 to 1"),
@@ -50,6 +51,7 @@ def test_what_engines_can_do_goes_through() -> None:
     check_sampling({"temperature": 0, "top_p": 0, "min_p": 1.0, "repetition_penalty": 1.1})
     check_sampling({"presence_penalty": -2, "frequency_penalty": 2.0, "logit_bias": {"0": -100}})
     check_sampling({"temperature": None, "logit_bias": None, "xtc_threshold": 0.5, "top_k": -1})
+    check_sampling({"temperature": 1e-10})
 
 
 @pytest.mark.parametrize("stream", [False, True])
