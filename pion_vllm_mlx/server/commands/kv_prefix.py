@@ -48,6 +48,8 @@ def _vquant(arg: Arg, where: str) -> str:
 
 def _leaf_side(leaf: Mapping[str, Any], side: str) -> tuple[int, str, int]:
     """Width, format and heads of one side of a LEAVES entry."""
+    if not isinstance(leaf, dict) or not leaf.keys() >= {side, "heads", "format"}:
+        raise ValueError('a leaf is an object with "k", "v", "heads" and "format"')
     width, heads = leaf[side], leaf["heads"]
     fmt = leaf.get(f"{side}_format", leaf["format"])
     if not (isinstance(width, int) and isinstance(heads, int) and isinstance(fmt, str)):
@@ -66,7 +68,7 @@ def parse_leaves(arg: Arg) -> tuple[Specs, Specs]:
         if not isinstance(leaves, list) or not 0 < len(leaves) <= MAX_LAYER + 1:
             raise ValueError(f"a list of 1 to {MAX_LAYER + 1} leaves is needed")
         sides = [(_leaf_side(leaf, "k"), _leaf_side(leaf, "v")) for leaf in leaves]
-    except (ValueError, TypeError, KeyError, RecursionError, CommandError) as error:
+    except (ValueError, RecursionError, CommandError) as error:
         raise CommandError(f"{where}: {error}") from None
     return dict(enumerate(k for k, _ in sides)), dict(enumerate(v for _, v in sides))
 
