@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -137,6 +138,15 @@ class Budget:
         gone = segment or Segment(number, -1, 0, 0)
         return Publisher(self._client, names).remove(gone, tokens)
 
+    def take_out(self, names: Names, segment: Segment) -> None:
+        """Takes away a segment, and all that stands on it, the leaves first."""
+        index, whole = Index(self._client, names), [segment]
+        for one in whole:
+            kids = index.segments([kid.number for kid in one.kids])
+            whole += [kid for kid in kids if kid is not None]
+        for one in reversed(whole):
+            self.evict(names, one.number, one)
+
     # -- inside ---------------------------------------------------------------
 
     def _members(self) -> list[Member]:
@@ -215,15 +225,27 @@ class Budget:
         )
 
     def _protected(self, members: list[Member]) -> set[Member]:
-        """The anchors within their caps, the latest used first."""
+        """The anchors within their caps: of each model and user the latest one first.
+
+        A user with many of them has the places that others leave, and takes nobody's last.
+        """
         most_bytes = MOST_ANCHOR_BYTES
         if self._budget:
             most_bytes = min(most_bytes, self._budget // ANCHOR_SHARE)
         found: set[Member] = set()
         held = 0
-        for member in reversed([one for one in members if one.anchor]):
-            held += member.size
-            if len(found) >= MOST_ANCHORS or held > most_bytes:
-                break
-            found.add(member)
+        for member in in_turn([one for one in reversed(members) if one.anchor]):
+            if len(found) < MOST_ANCHORS and held + member.size <= most_bytes:
+                found.add(member)
+                held += member.size
         return found
+
+
+def in_turn(latest_first: Iterable[Member]) -> list[Member]:
+    """One of each model and user, then a second one of each, and so on."""
+    turns: Counter[str] = Counter()
+    ranked: list[tuple[int, Member]] = []
+    for member in latest_first:
+        ranked.append((turns[member.mid], member))
+        turns[member.mid] += 1
+    return [member for _, member in sorted(ranked, key=lambda one: one[0])]

@@ -17,7 +17,9 @@ class Counters:
     memory has not. ``read_ahead`` and ``tokens_read_ahead`` are the conversations that were read
     before anybody asked. ``hits``, ``bytes_restored``,
     ``restore_failures``, ``kept``, ``written``, ``bytes_written``, ``bytes_rows``,
-    ``evicted``, ``damaged``, ``unavailable``; ``gone``, what others deleted while memory had it;
+    ``evicted`` to stay within the budget, ``evicted_by_server`` for limits of its own, found when
+    they were missed; ``damaged``, ``unavailable``; ``gone``, what others deleted while memory had
+    it; ``not_durable``, stores after which the server refused a COMMIT;
     what was not stored, by cause: ``queue_full``, ``over_budget``, ``contended``, ``lost``,
     ``refused``, ``failed``; and ``lane_…`` a lane.
     """

@@ -10,7 +10,7 @@ from pion_vllm_mlx.cache.lineage.counters import Counters
 from pion_vllm_mlx.cache.lineage.locks import Contended
 from pion_vllm_mlx.cache.lineage.plan import Lost
 from pion_vllm_mlx.cache.store_client_endpoint import what_helps
-from pion_vllm_mlx.errors import PionError, StoreUnavailable, UnsupportedCache
+from pion_vllm_mlx.errors import CommandError, PionError, StoreUnavailable, UnsupportedCache
 
 log = logging.getLogger("pion_vllm_mlx")
 
@@ -64,6 +64,13 @@ class Faults:
         first = not self._counters.get("refused")
         self._counters.add("refused", why=str(error))
         log.log(logging.WARNING if first else logging.INFO, "%s", error)
+
+    def not_durable(self, refusal: CommandError) -> None:
+        """What was stored may be lost with the power: the server flushes nothing for us."""
+        first = not self._counters.get("not_durable")
+        self._counters.add("not_durable", why=refusal.sentence)
+        level = logging.WARNING if first else logging.DEBUG
+        log.log(level, "what is stored is not durable: the server says %s", refusal.sentence)
 
     def failed(self, error: BaseException) -> None:
         """Something was not stored after all."""

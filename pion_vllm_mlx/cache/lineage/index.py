@@ -12,6 +12,7 @@ key                            content
 ``pps:<mid>:loose``            zset: namespaces that no segment names (yet), by time
 ``pps:<mid>:lock:<x>``         who writes to the tree whose root is at field ``x``
 ``pps:<mid>:jr:<key>``         journal of a reply
+``pps:<mid>:rates``            hash: machine → prompt tokens a second
 ``pps:lru``, ``pps:sizes``     zset and hash over all models: last use, bytes
 ``pps:anchors``                zset over all models: anchors by last use
 =============================  ==================================================
@@ -22,6 +23,7 @@ What is read here only addresses: the completion records prove.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,11 +116,40 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class Gone:
+    """A segment of the index whose rows the server has no more, and its word for why.
+
+    A prompt agrees with it up to ``end``.
+    """
+
+    segment: Segment
+    reason: str
+    end: int
+
+    @property
+    def evicted(self) -> bool:
+        return self.reason == "evicted"
+
+    @property
+    def sentence(self) -> str:
+        """Why a prompt cannot be had from where the segment begins."""
+        if self.evicted:
+            whose = "the store's server evicted it, whose --disk-budget or --max-sessions is short"
+        else:
+            whose = f"the store's server has it no more: {self.reason}"
+        return f"from token {self.segment.base} on {whose}"
+
+
+@dataclass(frozen=True)
 class Found:
-    """``common`` tokens of a prompt agree with the chain, which runs from root to leaf."""
+    """``common`` tokens of a prompt agree with the chain, which runs from root to leaf.
+
+    ``gone`` went on from there.
+    """
 
     chain: tuple[Segment, ...] = ()
     common: int = 0
+    gone: Gone | None = None
 
     @property
     def leaf(self) -> Segment | None:
@@ -153,14 +184,23 @@ class Index:
         number, common = self._nearest(tokens)
         if number < 0:
             return Found()
-        segment, own = self._read(number, with_tokens=not common)
+        segment, own, why_gone = self._read(number, is_held=common > 0)
         if segment is None:
             return Found()
         common = common or segment.base + common_tokens(own, tokens[segment.base :])
         if common <= segment.base:
             return Found()
-        leaf, common = self._descend(segment, tokens, common)
-        return Found((*self._above(leaf, whole), leaf), common)
+        if why_gone:
+            return Found(gone=Gone(segment, why_gone, common))
+        leaf, common, gone = self._descend(segment, tokens, common)
+        return Found((*self._above(leaf, whole), leaf), common, gone)
+
+    def gone(self, segment: Segment) -> Gone | None:
+        """The segment, where the server has its rows no more."""
+        namespace = self.names.namespace(segment.number)
+        (reply,) = self._client.pipeline(self.names.route, [("KV.PREFIX.EXPLAIN", namespace)])
+        why = _why_gone(reply)
+        return Gone(segment, why, segment.end) if why else None
 
     def segments(self, numbers: Sequence[int]) -> list[Segment | None]:
         """Several segments in one round trip."""
@@ -205,17 +245,29 @@ class Index:
             return as_int(as_text(namespace).rpartition("s")[2]), as_int(length, 0)
         return as_int(as_text(root[0])) if root else -1, 0
 
-    def _read(self, number: int, *, with_tokens: bool) -> tuple[Segment | None, TokenIds]:
-        names = (*FIELDS, "toks") if with_tokens else FIELDS
-        (reply,) = self._client.demand(
-            self.names.route, [("HMGET", self.names.segment(number), *names)]
-        )
-        values = require_array(reply, "HMGET")
-        own = parse_tokens(values[-1] if with_tokens else None)
-        return parse_segment(self.names, number, values[: len(FIELDS)]), own
+    def _read(
+        self, number: int, *, is_held: bool = False
+    ) -> tuple[Segment | None, TokenIds, str]:
+        """A segment, its tokens, and why its rows are gone, "" where they are not.
 
-    def _descend(self, segment: Segment, tokens: TokenIds, common: int) -> tuple[Segment, int]:
-        """Follows the children that go on where a segment ends to agree.
+        ``is_held``: the server has just said that it has them; then without tokens.
+        """
+        names = FIELDS if is_held else (*FIELDS, "toks")
+        commands = [("HMGET", self.names.segment(number), *names)]
+        if not is_held:
+            commands.append(("KV.PREFIX.EXPLAIN", self.names.namespace(number)))
+        reply, *explained = self._client.pipeline(self.names.route, commands)
+        if isinstance(reply, CommandError):
+            raise reply
+        values = require_array(reply, "HMGET")
+        own = parse_tokens(None if is_held else values[-1])
+        segment = parse_segment(self.names, number, values[: len(FIELDS)])
+        return segment, own, _why_gone(*explained) if explained else ""
+
+    def _descend(
+        self, segment: Segment, tokens: TokenIds, common: int
+    ) -> tuple[Segment, int, Gone | None]:
+        """Follows the children that go on where a segment ends to agree, to one that is gone.
 
         Blocks of 64 cannot tell siblings apart that part within one.
         """
@@ -229,14 +281,16 @@ class Index:
             ]
             if not fits:
                 break
-            kid, own = self._read(fits[-1].number, with_tokens=True)
+            kid, own, why_gone = self._read(fits[-1].number)
             if kid is None or kid.base != common or kid.parent != segment.number:
                 break
             shared = common_tokens(own, tokens[common:])
             if not shared:
                 break
+            if why_gone:
+                return segment, common, Gone(kid, why_gone, common + shared)
             segment, common = kid, common + shared
-        return segment, common
+        return segment, common, None
 
     def _above(self, leaf: Segment, whole: bool) -> list[Segment]:
         """The ancestors of a segment from the root on."""
@@ -276,6 +330,18 @@ def parse_segment(names: Names, number: int, values: Sequence[Any]) -> Segment |
         )
     except (ValueError, TypeError, DamagedData):
         return None
+
+
+def _why_gone(explained: Any) -> str:
+    """What KV.PREFIX.EXPLAIN says of rows that are gone; those of another worker are there."""
+    try:
+        answer = json.loads(as_text(explained))
+    except ValueError:
+        return ""
+    if not isinstance(answer, dict) or answer.get("verdict") != "miss":
+        return ""
+    reason = str(answer.get("reason"))
+    return "" if "lives on worker" in reason else reason
 
 
 def parse_checkpoints(text: str) -> list[Checkpoint]:

@@ -25,7 +25,7 @@ from pion_vllm_mlx.cache.lineage.stored import Stored
 from pion_vllm_mlx.cache.lineage.tokens import Tokens, token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.lineage.writer import Writer
-from pion_vllm_mlx.errors import UnsupportedCache
+from pion_vllm_mlx.errors import CommandError, UnsupportedCache
 
 
 class Kept(Stored):
@@ -152,7 +152,9 @@ class Kept(Stored):
         self._faults.stored()
         self._unsealed.update(dict.fromkeys(written))
         if self.options.durable:
-            self._back.pipeline(job.names.route, [("KV.PREFIX.COMMIT",)])
+            (reply,) = self._back.pipeline(job.names.route, [("KV.PREFIX.COMMIT",)])
+            if isinstance(reply, CommandError):
+                self._faults.not_durable(reply)
 
     def _when_idle(self) -> None:
         """Has new files sealed, so that the next process can map them."""

@@ -24,15 +24,23 @@ class Rules:
 def match_of(found: Found, tokens: TokenIds, names: Names, rules: Rules) -> Match:
     """The match of a prompt: at most all but its last token can be restored."""
     if not found.common:
-        return Match(tokens, why="nothing is stored that begins like this prompt")
+        nothing = "nothing is stored that begins like this prompt"
+        if found.gone is None:
+            return Match(tokens, why=nothing)
+        return Match(tokens, why=found.gone.sentence, withheld=found.gone.end)
     limit = min(found.common, int(tokens.size) - 1)
     length, checkpoint, why = _restorable(found, limit, rules)
+    withheld = 0
+    if found.gone is not None:
+        why = f"{found.gone.sentence}; {why}" if why else found.gone.sentence
+        withheld = found.gone.end
     if 0 < length < rules.min_gain:
         why = f"{length} tokens are fewer than the least gain of {rules.min_gain}"
     if length < rules.min_gain:
-        return Match(tokens, found.common, why=why or "the prompt is too short")
+        why = why or "the prompt is too short"
+        return Match(tokens, found.common, why=why, withheld=withheld)
     pieces, stored = found.pieces(names, length), found.leaf.end if found.leaf is not None else 0
-    return Match(tokens, found.common, length, why, pieces, checkpoint, stored)
+    return Match(tokens, found.common, length, why, pieces, checkpoint, stored, withheld)
 
 
 def _restorable(found: Found, limit: int, rules: Rules) -> tuple[int, Checkpoint | None, str]:

@@ -8,7 +8,7 @@ leaves them: rows of windows, a state, a pin.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -66,13 +66,15 @@ class Target:
     """A segment that is being written, as it will be.
 
     Up to ``end`` it agrees with the prompt; ``was_end`` is where it ended before, its base
-    for a new one. ``again_bytes`` are those of rows that are sent once more, joined.
+    for a new one. ``above`` are the segments that it stands on, each with where the prompt
+    leaves it. ``again_bytes`` are those of rows that are sent once more, joined.
     """
 
     segment: Segment
     end: int
     was_end: int
     is_new: bool = False
+    above: Sequence[tuple[Segment, int]] = ()
     record: CompletionRecord | None = None
     new_runs: list[Run] = field(default_factory=list)
     again_bytes: int = 0
@@ -105,6 +107,9 @@ def targets_of(job: Job, found: Found) -> list[Target]:
         last = _new_or_longer(job, found)
         amended = [one for one in amended if one.segment.number != last.segment.number]
         amended.append(last)
+    chain = list(zip(found.chain, found.ends, strict=True))
+    for target in amended:
+        target.above = [one for one in chain if one[0].base < target.segment.base]
     return amended
 
 

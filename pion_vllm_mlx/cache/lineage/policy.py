@@ -83,33 +83,40 @@ def _guards(total: int, restored: int, ending: Ending) -> list[int]:
 
 
 def thinned(
-    checkpoints: Iterable[Checkpoint], most: int = MOST_CHECKPOINTS
+    checkpoints: Iterable[Checkpoint],
+    behind: Sequence[Checkpoint] = (),
+    most: int = MOST_CHECKPOINTS,
 ) -> tuple[list[Checkpoint], list[Checkpoint]]:
-    """What stays of a segment's checkpoints and what goes, both by length.
+    """What stays of a conversation's checkpoints and what goes, both by length.
 
-    Old guards go first, then the oldest turn boundaries, then the oldest divergences; the
+    Old guards go first, then those ``behind``, which earlier versions of it left, in their
+    order but for the last; then the oldest turn boundaries, then the oldest divergences; the
     latest of all stays, anchors always do.
     """
     stay = sorted(checkpoints, key=lambda one: one.length)
+    left = list(behind)
     gone: list[Checkpoint] = []
-
-    def counted() -> list[Checkpoint]:
-        return [one for one in stay if one.kind != "anchor"]
-
-    while len(counted()) > most:
-        victim = _least_useful(counted())
-        stay.remove(victim)
+    while True:
+        held, older = _counted(stay), _counted(left)
+        if len(held) + len(older) <= most:
+            return [*stay, *left], sorted(gone, key=lambda one: one.length)
+        victim = _least_useful(held, older)
+        (left if victim in older else stay).remove(victim)
         gone.append(victim)
-    return stay, sorted(gone, key=lambda one: one.length)
 
 
-def _least_useful(held: Sequence[Checkpoint]) -> Checkpoint:
-    """``held`` is sorted by length and has more than one entry."""
+def _counted(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+    return [one for one in checkpoints if one.kind != "anchor"]
+
+
+def _least_useful(held: Sequence[Checkpoint], behind: Sequence[Checkpoint]) -> Checkpoint:
+    """``held`` is sorted by length; both together have more than one entry."""
     older = held[:-1]
     guards = [one for one in held if one.kind == "guard"]
     finals = [one for one in older if one.kind == "final"]
     divergences = [one for one in older if one.kind == "divergence"]
-    return (guards[:-1] or finals or divergences or list(older))[0]
+    first = guards[:-1] or list(behind[:-1]) or finals or divergences or list(behind)
+    return (first or list(older))[0]
 
 
 def restore_point(

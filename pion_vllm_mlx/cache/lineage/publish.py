@@ -147,7 +147,10 @@ class Publisher:
         lock.released = lock.last
 
     def touch(self, chain: Sequence[int]) -> None:
-        """Marks a chain as just used: all of it with one time."""
+        """Marks a chain as just used: all of it with one time.
+
+        The server goes by that, too, where its own limits make segments leave.
+        """
         self._ask(self._touches(chain))
 
     def set_fields(self, number: int, fields: dict[str, str]) -> None:
@@ -159,18 +162,25 @@ class Publisher:
 
         self._client.transaction(self._names.route, [key], [("EXISTS", key)], decide)
 
-    def delist(self, number: int, sid: str) -> bool:
-        """Takes a checkpoint out of a segment, and frees it; False where it is not listed."""
-        key = self._names.segment(number)
+    def delist(self, number: int, sid: str, freed: int = 0) -> bool:
+        """Takes a checkpoint of ``freed`` bytes out of a segment, and frees it.
+
+        False where it is not listed.
+        """
+        key, member = self._names.segment(number), self._names.member(number)
 
         def decide(values: Sequence[Any]) -> Commands | None:
             now = parse_segment(self._names, number, values[0])
             stay = [] if now is None else [one for one in now.checkpoints if one.sid != sid]
             if now is None or len(stay) == len(now.checkpoints):
                 return None
-            return [("HSET", key, "ckpts", checkpoints_text(stay))]
+            size = max(0, as_int(as_text(values[1]), 0) - freed)
+            return [
+                ("HSET", key, "ckpts", checkpoints_text(stay)),
+                ("HSET", SIZES_KEY, member, size),
+            ]
 
-        reads = [("HMGET", key, *FIELDS)]
+        reads = [("HMGET", key, *FIELDS), ("HGET", SIZES_KEY, member)]
         done = self._client.transaction(self._names.route, [key], reads, decide)
         if done is not None:
             self._client.drop_states(self._names.namespace(number), sid)
@@ -312,7 +322,10 @@ class Publisher:
     def _touches(self, chain: Sequence[int]) -> list[Sequence[Any]]:
         now = f"{time.time():.3f}"
         pairs = [part for number in chain for part in (now, self._names.member(number))]
-        return [("ZADD", LRU_KEY, *pairs), ("ZADD", ANCHORS_KEY, "XX", *pairs)] if pairs else []
+        if not pairs:
+            return []
+        # GT: by a clock that is behind nothing may get older than what stands on it
+        return [("ZADD", LRU_KEY, "GT", *pairs), ("ZADD", ANCHORS_KEY, "XX", "GT", *pairs)]
 
     def _anchored(self, segment: Segment) -> list[Sequence[Any]]:
         if segment.kind != "anchor":

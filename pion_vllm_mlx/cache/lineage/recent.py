@@ -8,7 +8,9 @@ Where nothing new would be stored, that is found out by ``recheck``.
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from dataclasses import dataclass, field
 
 from pion_vllm_mlx.cache.completion import TokenIds
@@ -16,6 +18,11 @@ from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS, common_tokens
 from pion_vllm_mlx.cache.lineage.capture import Since
 
 MOST_PROMPTS = 16
+TOUCH_SECONDS = 10.0
+"""So often at most a conversation that memory serves is marked as used in the store, and what
+was measured is noted."""
+
+_MOST_NAMES = 1024
 
 
 @dataclass
@@ -71,6 +78,25 @@ class Recent:
     def clear(self) -> None:
         with self._lock:
             self._entries = []
+
+
+class Rarely:
+    """Lets something through for each name once in ``seconds``. For one thread."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._last: dict[str, float] = {}
+
+    def due(self, name: str) -> bool:
+        """Whether it is time for a name again; then it counts as done."""
+        now = time.monotonic()
+        if now - self._last.get(name, -math.inf) < self._seconds:
+            return False
+        self._last.pop(name, None)
+        self._last[name] = now
+        if len(self._last) > _MOST_NAMES:
+            del self._last[next(iter(self._last))]
+        return True
 
 
 def _shared(left: TokenIds, right: TokenIds) -> int:

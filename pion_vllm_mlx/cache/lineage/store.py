@@ -38,7 +38,7 @@ from pion_vllm_mlx.cache.lineage.matching import Rules, match_of
 from pion_vllm_mlx.cache.lineage.model_key import ModelKey
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.reader import DamagedPiece, Loaded, Reader
-from pion_vllm_mlx.cache.lineage.recent import Recent
+from pion_vllm_mlx.cache.lineage.recent import TOUCH_SECONDS, Rarely, Recent
 from pion_vllm_mlx.cache.lineage.shape import Shape, refuse_late_quantizing
 from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, Tokens, token_ids
 from pion_vllm_mlx.cache.lineage.types import (
@@ -74,6 +74,7 @@ class LineageStore(Kept):
         switches = ClientSwitches.from_environment()
         self._counters = Counters()
         self._recent = Recent()
+        self._used, self._rated = Rarely(TOUCH_SECONDS), Rarely(TOUCH_SECONDS)
         self._faults = Faults(self._counters)
         self._bypass: str | None = None
         self._front, self._back = connect(self.options), connect(self.options)
@@ -104,6 +105,11 @@ class LineageStore(Kept):
     def bypass(self) -> str | None:
         """Why this store keeps nothing, None when it does."""
         return self._bypass
+
+    @property
+    def whole_only(self) -> bool:
+        """Whether a prefix is only used where a whole kept one is, as with PION_LINEAGE=0."""
+        return self._bypass is None and not self._rules.checkpoints
 
     @property
     def wants_cuts(self) -> bool:

@@ -20,7 +20,9 @@ from pion_vllm_mlx.cache.lineage.faults import Faults
 from pion_vllm_mlx.cache.lineage.index import Found, Index, Names
 from pion_vllm_mlx.cache.lineage.matching import Rules
 from pion_vllm_mlx.cache.lineage.model_key import Key
-from pion_vllm_mlx.cache.lineage.recent import Recent
+from pion_vllm_mlx.cache.lineage.publish import Publisher
+from pion_vllm_mlx.cache.lineage.rates import Rates
+from pion_vllm_mlx.cache.lineage.recent import Rarely, Recent
 from pion_vllm_mlx.cache.lineage.tokens import Tokens, token_ids
 from pion_vllm_mlx.cache.lineage.types import Conversation, Explanation, LineageOptions
 from pion_vllm_mlx.errors import PionError, StoreUnavailable
@@ -39,8 +41,18 @@ class Stored:
     _key: Key
     _rules: Rules
     _recent: Recent
+    _used: Rarely
+    _rated: Rarely
     _faults: Faults
     _bypass: str | None
+    #: prompt tokens a second on this machine, as a process before this one had it; 0: unknown.
+    prefill_rate: float = 0.0
+
+    def note_prefill_rate(self, tokens_per_second: float) -> None:
+        """Keeps what was measured for the next process. Behind the caller's back, not each time."""
+        if self._bypass is None and self._rated.due(self._key.names.mid):
+            save = partial(Rates(self._back, self._key.names).save, tokens_per_second)
+            self._background.put(Task(save, lambda error: None))
 
     def connect(self, seconds: float = CONNECT_SECONDS) -> bool:
         """Reaches the store before it is needed, and starts an embedded one; whether it is there.
@@ -55,10 +67,14 @@ class Stored:
             self._faults.unavailable(error)
             return False
         self._tell_of_a_small_disk()
+        try:
+            self.prefill_rate = Rates(self._front, self._key.names).load()
+        except PionError as error:
+            self._counters.add("unavailable", why=str(error))
         return True
 
     def recheck(self, tokens: Tokens) -> None:
-        """Sees to it that what ``keep`` holds for stored of ``tokens`` still is.
+        """Sees to it that what ``keep`` holds for stored of ``tokens`` still is, and stays.
 
         Others may have deleted it meanwhile, while memory serves the prompt and nothing asks.
         Behind the caller's back, after what waits to be stored. Any thread; never raises.
@@ -159,10 +175,17 @@ class Stored:
             )
 
     def _recheck(self, names: Names, ids: TokenIds, rows: int) -> None:
-        """Forgets what it knew of a prompt of which ``rows`` tokens should be stored."""
-        if Index(self._back, names).find(ids, whole=False).common < rows:
-            self._counters.add("gone", why="a prompt that was stored is not stored any more")
+        """Forgets what it knew of a prompt of which ``rows`` tokens should be stored.
+
+        Where they are they count as used: else what memory serves would be the first to go.
+        """
+        found = Index(self._back, names).find(ids, whole=False)
+        if found.common < rows:
+            why = "a prompt that was stored is not stored any more"
+            self._counters.add("gone", why=found.gone.sentence if found.gone else why)
             self._recent.forget(ids)
+        elif found.leaf is not None and self._used.due(names.member(found.leaf.number)):
+            Publisher(self._back, names).touch([one.number for one in found.chain])
 
     def _conversations(self) -> Conversations:
         if self._bypass is not None:

@@ -96,9 +96,9 @@ class Match:
 
     ``common`` tokens agree with something stored; ``length`` of them, at most all but the
     last of the prompt, can be restored, 0 for none. ``why`` says why it is not more, "" where
-    nothing is missing; ``withheld`` tokens might be had but for that: there was no store, or no
-    room for them. ``nearest`` is what the index had like it, for ``explain``. ``chain`` runs
-    from the root to the leaf, which ends at ``stored`` tokens.
+    nothing is missing; ``withheld`` tokens might be had but for that: there was no store, no room
+    for them, or its server evicted them. ``nearest`` is what the index had like it, for
+    ``explain``. ``chain`` runs from the root to the leaf, which ends at ``stored`` tokens.
     """
 
     tokens: TokenIds

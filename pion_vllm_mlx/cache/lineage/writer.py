@@ -7,7 +7,8 @@ is bytes: no MLX stream is needed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,6 @@ from pion_vllm_mlx.cache.completion import (
     COMPLETION_LAYER,
     CompletionRecord,
     Run,
-    StateSum,
 )
 from pion_vllm_mlx.cache.lanes_codec import layout_of
 from pion_vllm_mlx.cache.leaf import LeafSpec
@@ -28,7 +28,7 @@ from pion_vllm_mlx.cache.lineage.capture import Captured, Rows
 from pion_vllm_mlx.cache.lineage.carrying import SharedWith, read_rows, shared_rows
 from pion_vllm_mlx.cache.lineage.client import LineageClient
 from pion_vllm_mlx.cache.lineage.counters import Counters
-from pion_vllm_mlx.cache.lineage.index import Found, Index, Names, Segment
+from pion_vllm_mlx.cache.lineage.index import Found, Gone, Index, Names, Segment
 from pion_vllm_mlx.cache.lineage.locks import PATIENCE_SECONDS, TreeLock, acquire, release, renew
 from pion_vllm_mlx.cache.lineage.merging import Tail, joined, tails
 from pion_vllm_mlx.cache.lineage.plan import (
@@ -44,25 +44,28 @@ from pion_vllm_mlx.cache.lineage.plan import (
     targets_of,
     windows_after,
 )
-from pion_vllm_mlx.cache.lineage.policy import thinned
 from pion_vllm_mlx.cache.lineage.publish import Change, Publisher
 from pion_vllm_mlx.cache.lineage.reader import DamagedPiece
 from pion_vllm_mlx.cache.lineage.records import (
     Claim,
-    checkpoint_sid,
     link,
     proved,
     within,
     without_overlap,
 )
-from pion_vllm_mlx.cache.lineage.types import Checkpoint
+from pion_vllm_mlx.cache.lineage.states import store_state
 from pion_vllm_mlx.cache.store_client import Registration
 from pion_vllm_mlx.errors import DamagedData, NewerFormat, PionError
 
 __all__ = ["Job", "Lost", "Writer"]
 
+log = logging.getLogger("pion_vllm_mlx")
+
 RUN_BYTES = 256 << 20
 """A longer run is cut: one bulk string has to stay under the server's limit."""
+
+_MOST_GONE = 8
+"""So many branches of one prompt that the server evicted are taken out for one store."""
 
 _Planned = tuple[Job, list[Target]]
 _AtWork = Callable[[], None]
@@ -90,7 +93,8 @@ class Writer:
     def forget_damaged(self, names: Names, damage: DamagedPiece) -> bool:
         """Drops a segment or checkpoint that did not verify; whether it was damage.
 
-        It is none where the record is another one by now, or the checkpoint was thinned out.
+        It is none where the record is another one by now, the checkpoint was thinned out, or the
+        server has evicted the segment.
         """
         publisher, namespace = Publisher(self._client, names), names.namespace(damage.segment)
         sid = damage.sid or namespace
@@ -99,9 +103,13 @@ class Writer:
             return False
         if damage.sid is not None:
             return publisher.delist(damage.segment, damage.sid)
-        (segment,) = Index(self._client, names).segments([damage.segment])
-        gone = segment or Segment(damage.segment, -1, 0, 0)
-        publisher.remove(gone, None, with_kids=True)
+        index = Index(self._client, names)
+        (segment,) = index.segments([damage.segment])
+        evicted = index.gone(segment) if segment is not None and now is None else None
+        if evicted is not None and evicted.evicted:
+            self._take_out(names, evicted)
+            return False
+        publisher.remove(segment or Segment(damage.segment, -1, 0, 0), None, with_kids=True)
         return True
 
     def _write(self, job: Job) -> list[str]:
@@ -115,22 +123,38 @@ class Writer:
             release(self._client, job.names, lock)
 
     def _write_locked(self, job: Job, lock: TreeLock) -> list[str]:
-        index = Index(self._client, job.names)
-        found = index.find(job.tokens, whole=True)
+        found = self._find(job)
+        # before anything has to leave the server for what is stored now
+        Publisher(self._client, job.names).touch([one.number for one in found.chain])
         try:
             targets = self._targets(job, found)
         except DamagedData as error:
             # what the index names cannot be served: out with it, and once more
             self._counters.add("damaged", why=str(error))
             self._forget(job, found)
-            found = index.find(job.tokens, whole=True)
+            found = self._find(job)
             targets = self._targets(job, found)
         if targets:
             job, targets = self._with_room(job, found, targets, lock)
             self._fill(job, targets, lock)
-        else:
-            Publisher(self._client, job.names).touch([one.number for one in found.chain])
         return [job.names.namespace(one.segment.number) for one in targets if one.new_runs]
+
+    def _find(self, job: Job) -> Found:
+        """What a prompt agrees with; what its server has evicted of that goes out of the index."""
+        index = Index(self._client, job.names)
+        found = index.find(job.tokens, whole=True)
+        for _ in range(_MOST_GONE):
+            if found.gone is None:
+                break
+            self._take_out(job.names, found.gone)
+            found = index.find(job.tokens, whole=True)
+        return found
+
+    def _take_out(self, names: Names, gone: Gone) -> None:
+        name = "evicted_by_server" if gone.evicted else "gone"
+        self._counters.add(name, why=gone.sentence)
+        log.info("stored rows are gone: %s", gone.sentence)
+        Budget(self._client, names, self._budget_bytes).take_out(names, gone.segment)
 
     def _targets(self, job: Job, found: Found) -> list[Target]:
         """What is to be written, with the records of what is there. Raises DamagedData."""
@@ -242,22 +266,24 @@ class Writer:
         sent -= target.again_bytes
         self._counters.add("bytes_rows", sent)
         self._counters.add("bytes_merged", target.again_bytes)
-        segment, state_bytes, dropped = self._store_checkpoint(job, target, namespace)
-        segment = replace(segment, windows=windows_after(job.captured, target))
+        state = store_state(self._client, job, target, namespace)
+        segment = replace(state.segment, windows=windows_after(job.captured, target))
         record = self._record(job, target, segment)
-        sent += state_bytes
+        sent += state.num_bytes
         self._counters.add("bytes_written", sent + self._store_record(namespace, namespace, record))
         grown = segment.end - target.was_end
         added = sent + TOKEN_BYTES * grown + RUN_RECORD_BYTES * len(target.new_runs)
-        added += RECORD_BYTES * target.is_new - state_bytes * len(dropped)
+        added += RECORD_BYTES * target.is_new - state.num_bytes * len(state.own)
+        for number, sid in state.above:
+            publisher.delist(number, sid, freed=state.num_bytes)
         if grown > 0:
             layout = _layout(job.captured)
             change = Change(segment, job.tokens, target.was_end, added, job.identity, layout)
             publisher.publish(change, [*(n for n, _ in segment.up), segment.number], lock)
         else:
             publisher.amend(segment, added, lock)
-        for checkpoint in dropped:
-            self._client.drop_states(namespace, checkpoint.sid)
+        for sid in state.own:
+            self._client.drop_states(namespace, sid)
 
     def _encoded(self, job: Job, target: Target, lock: TreeLock) -> Iterator[tuple[Run, Any]]:
         """The rows that are missing in a target, as they are sent."""
@@ -289,31 +315,6 @@ class Writer:
         form = (leaf.format_of(held.side), layout_of(leaf, held.side))
         rows = span[1] - base - start
         return Run(held.layer, held.side, start, rows, *form, crc32c(blob.data)), blob
-
-    def _store_checkpoint(
-        self, job: Job, target: Target, namespace: str
-    ) -> tuple[Segment, int, Sequence[Checkpoint]]:
-        """The states at the end of the job, if they belong here; what is thinned for them."""
-        segment, length = target.segment, job.length
-        if not target.owns_state(job):
-            return segment, 0, ()
-        sid = checkpoint_sid(namespace, length)
-        sums, blobs = [], []
-        for slot, blob in job.captured.state_blobs():
-            sums.append(StateSum(slot, crc32c(blob), len(blob)))
-            blobs.append((slot, blob, sums[-1].crc))
-        sent = self._client.store_states_at(namespace, sid, blobs)
-        record = CompletionRecord(
-            link(job.identity, job.tokens, segment.base),
-            job.tokens[segment.base :],
-            job.captured.slots,
-            _leaves_json(job.captured),
-            states=sums,
-        )
-        sent += self._store_record(namespace, sid, record)
-        others = [one for one in segment.checkpoints if one.length != length]
-        stay, gone = thinned([*others, Checkpoint(length, job.kind, sid)])
-        return replace(segment, checkpoints=tuple(stay)), sent, gone
 
     def _record(self, job: Job, target: Target, segment: Segment) -> CompletionRecord:
         """The record of a segment as it is now."""
