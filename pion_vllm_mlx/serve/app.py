@@ -163,7 +163,7 @@ class Front:
             raise bad_request("logprobs: this engine gives none")
         if not stream and body.get("logprobs") and isinstance(reply, ChatReply | CompletionReply):
             # Only an answer that does not stream has them.
-            return self._forward("POST", path, sent)
+            return _Forwarded(self.supervisor, "POST", path, sent, reply)
         return Exchange(self.supervisor, path, sent, reply, stream, _record(request))
 
     def _forward(self, method: str, path: str, body: Json | None = None) -> ASGIApp:
@@ -172,15 +172,23 @@ class Front:
 
 @dataclass(frozen=True)
 class _Forwarded:
-    """An ASGI application that passes one request on and its whole answer back."""
+    """An ASGI application that passes one request on and its whole answer back.
+
+    ``reply``: reads the answer for the log and the metrics, and names its model; None where the
+    model generates nothing.
+    """
 
     supervisor: Supervisor
     method: str
     path: str
     body: Json
+    reply: Reply | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await unless_disconnected(receive, self._run(scope, receive, send))
+        if self.reply is not None:
+            scope[RECORD].outcome = self.reply.outcome
+        if not await unless_disconnected(receive, self._run(scope, receive, send)):
+            scope[RECORD].note = "the client left"
 
     async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -188,11 +196,17 @@ class _Forwarded:
                 if answer.status == 404 and self.path.startswith("/v1/pion/"):
                     reason = error_text(answer.body)
                     raise ApiError(501, f"this engine does not answer {self.path}: {reason}")
-                answered: Response = JSONResponse(answer.json())
+                answered: Response = JSONResponse(self._told(answer.json()))
         except ApiError as error:
             scope[RECORD].note = error.message
             answered = error_response(error, shape_of(scope["path"]))
         await answered(scope, receive, send)
+
+    def _told(self, answer: Json) -> Json:
+        if self.reply is None:
+            return answer
+        self.reply.feed(answer)
+        return {**answer, "model": self.reply.model}
 
     @contextlib.asynccontextmanager
     async def _answer(self, engine: EngineClient) -> AsyncIterator[Answer]:

@@ -110,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             self._json(500, {"error": {"message": "generation thread died"}})
             return
         if not body.get("stream"):
-            self._json(200, {"choices": [], "logprobs_asked": body.get("logprobs")})
+            self._json(200, _whole(self.state, body, said, chat))
             return
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -139,8 +139,23 @@ def _chunks(state: State, body: Json, said: str, chat: bool) -> Iterator[bytes]:
             continue
         number += 1
         yield _data(_chunk(part, None, chat))
-    receipt = {"tier": "memory", "tokens_reused": 1, "ms_saved": 12.5}
     yield _data(_chunk({}, reason, chat))
+    last = {"id": "chatcmpl-1", "choices": [], **_ending(state, body, number)}
+    yield _data(last) + b"data: [DONE]\n\n"
+
+
+def _whole(state: State, body: Json, said: str, chat: bool) -> Json:
+    """The words of a reply that does not stream."""
+    deltas = [part for part in _parts(body, said) if isinstance(part, dict)]
+    words = [part["content"] for part in deltas if "content" in part]
+    whole = _chunk({"content": "".join(words)}, "stop", chat)
+    if chat:
+        whole["choices"][0]["message"] = whole["choices"][0].pop("delta")
+    return {**whole, **_ending(state, body, len(words)), "logprobs_asked": body.get("logprobs")}
+
+
+def _ending(state: State, body: Json, number: int) -> Json:
+    """Usage and receipt of a reply of ``number`` tokens."""
     prompt = _words(body)
     key = json.dumps(body.get("messages") or body.get("prompt"))
     with state.lock:
@@ -149,8 +164,8 @@ def _chunks(state: State, body: Json, said: str, chat: bool) -> Iterator[bytes]:
     usage = {"prompt_tokens": prompt, "completion_tokens": number}
     usage["total_tokens"] = prompt + number
     details = {"prompt_tokens_details": {"cached_tokens": cached}}
-    last = {"id": "chatcmpl-1", "choices": [], "usage": {**usage, **details}, "pion": receipt}
-    yield _data(last) + b"data: [DONE]\n\n"
+    receipt = {"tier": "memory", "tokens_reused": 1, "ms_saved": 12.5}
+    return {"usage": {**usage, **details}, "pion": receipt}
 
 
 def _parts(body: Json, said: str) -> Iterator[Json | bytes]:

@@ -283,3 +283,24 @@ def test_each_request_is_one_log_line_and_a_path_cannot_forge_another(front: Fro
     assert "\\n" in lines()[0]
     assert "POST /v1/chat/completions 200" in lines()[1]
     assert "tier=memory" in lines()[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "say a b c"}]}),
+        ("/v1/completions", {"prompt": "say a b c"}),
+    ],
+)
+def test_a_request_with_log_probabilities_is_noted_and_named_as_any_other(
+    tmp_path: Path, path: str, asked: dict[str, Any]
+) -> None:
+    with running_front(tmp_path) as running:
+        body = {**asked, "model": "as-i-call-it", "logprobs": True}
+        status, answer = running.request(path, body)
+        assert (status, answer["model"], answer["logprobs_asked"]) == (200, "as-i-call-it", True)
+        line = f"POST {path} 200 reused=0 computed=4 generated=3 tier=memory"
+        until(lambda: line in running.output(), "the line")
+        text = running.request("/metrics")[1]["text"]
+        assert 'pion_tokens_total{kind="prompt"} 4.0' in text
+        assert 'pion_tokens_total{kind="completion"} 3.0' in text

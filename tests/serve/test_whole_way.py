@@ -9,6 +9,7 @@ through each of them is the same prompt to the model.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,8 +151,12 @@ def test_wrong_sampling_settings_are_a_400(running: Front) -> None:
         assert (status, body["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_log_probabilities_come_with_a_whole_reply(gpt: openai.OpenAI) -> None:
-    assert len(chat(gpt, logprobs=True).choices[0].logprobs.content) == LIMIT
+def test_log_probabilities_come_with_a_whole_reply(running: Front, gpt: openai.OpenAI) -> None:
+    line = re.compile(rf"reused=\d+ computed=\d+ generated={LIMIT} ")
+    before = len(line.findall(running.output()))
+    whole = chat(gpt, logprobs=True)
+    assert (len(whole.choices[0].logprobs.content), whole.model) == (LIMIT, "any")
+    until(lambda: len(line.findall(running.output())) > before, "its line")
 
 
 def test_a_tool_turn_is_the_same_prompt_in_every_api(
