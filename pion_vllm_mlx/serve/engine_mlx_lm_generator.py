@@ -21,9 +21,11 @@ from pion_vllm_mlx.serve.attended import Attending, Told
 from pion_vllm_mlx.serve.batch_processors import keep_processors
 from pion_vllm_mlx.serve.engine_mlx_lm_anchor import Anchors
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import (
+    IMAGES,
     REFUSALS,
     Ends,
     Prepared,
+    Unstored,
     has_images,
     settle_garbage,
     taken_from,
@@ -87,9 +89,14 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         return f"store for this model: {bypass}" if bypass else "store"
 
     def receipt(self) -> dict[str, Any] | None:
-        """What the calling thread's request reused; None where it was not planned."""
+        """What the calling thread's request reused; None where nothing was to be stored of it."""
         plan = self._plan_of_caller()
-        return None if plan is None else plan.receipt(self.cache.prefilling)
+        if plan is not None:
+            return plan.receipt(self.cache.prefilling)
+        context = vars(self.current).get("context")
+        if context is None or not isinstance(context.prompt, Unstored):
+            return None
+        return context.prompt.receipt(self.prompt()["cached_tokens"])
 
     def prompt(self) -> dict[str, int]:
         """How long the prompt of the calling thread's request is, and what of it was reused."""
@@ -143,8 +150,8 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         if len(prompt) < 2:
             return Prepared(tokenizer, tokenized)
         if len(rest) > 1 and rest[1] is not None:
-            log.info("prompt of %d tokens: images are not stored", len(prompt))
-            return Prepared(tokenizer, tokenized)
+            log.info("prompt of %d tokens: %s", len(prompt), IMAGES)
+            return Prepared(tokenizer, (Unstored(prompt, IMAGES), *tokenized[1:]))
         single = not self._is_batchable(args)
         journal = self._journal(args, list(prompt)) if single else ""
         plan = Plan(list(prompt), single=single, journal=journal)

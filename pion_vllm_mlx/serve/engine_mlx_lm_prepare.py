@@ -20,6 +20,9 @@ from pion_vllm_mlx.serve.lineage_cache_plan import Plan
 REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, RuntimeError)
 """What mlx-lm and chat templates end in when a request is not to their liking."""
 
+IMAGES = "images are not stored"
+"""Why a chat with images is not found again after a restart."""
+
 _NAME = "pion_prepared"
 
 
@@ -46,6 +49,27 @@ def taken_from(request: Any, tokenizer: Any) -> Prepared | None:
     if isinstance(prepared, Prepared) and prepared.tokenizer is tokenizer:
         return prepared
     return None
+
+
+class Unstored(list[int]):
+    """The tokens of a prompt that bypasses the store, and why it does."""
+
+    def __init__(self, tokens: Sequence[int], why: str) -> None:
+        super().__init__(tokens)
+        self.why = why
+
+    def receipt(self, reused: int) -> dict[str, Any]:
+        """As that of a plan; memory gave ``reused`` tokens."""
+        return {
+            "prompt_tokens": len(self),
+            "reused_tokens": reused,
+            "computed_tokens": len(self) - reused,
+            "tier": "memory" if reused else "none",
+            "restore_ms": 0.0,
+            "saved_ms": None,  # what the images take is not measured
+            "resumed_tokens": 0,
+            "why": self.why,
+        }
 
 
 def has_images(request: Any) -> bool:
