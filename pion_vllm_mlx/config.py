@@ -22,7 +22,7 @@ PION_DISABLE_FUSED_ATTEND=1      two-step merge on the client
 PION_NO_EXPLICIT_EVAL=1          skip the explicit evaluation barrier
 PION_DEBUG_SPARSE_AUTO=1         print failing sparse calls
 PION_KERNEL                      attention kernels to use: reference, cpu, mlx, metal or cuda
-PION_LINEAGE=0                   exact prefixes only: no checkpoints for recurrent layers
+PION_LINEAGE=0                   conversations are reused where a whole kept prompt is, only
 PION_API_KEY                     key of serve's clients, where --api-key names none
 PION_ENGINE_KEY                  what serve and its engine process share; set by serve
 PION_ENGINE_TENANT               whose prefixes the engine process stores; set by serve

@@ -81,7 +81,8 @@ class _Ledger:
 class LiveTier:
     """Caches under a byte budget, the least recently used given up first, anchors last.
 
-    Safe to call from several threads; arrays are only touched by ``put``.  ``discard`` is
+    Safe to call from several threads; arrays are only touched by ``put``.  ``whole_only``:
+    entries are used at their own length alone, whatever their caches allow.  ``discard`` is
     given the arrays that are held no longer, in a list of its own: freeing much memory takes long,
     and may be done elsewhere.
     """
@@ -91,6 +92,7 @@ class LiveTier:
     evictions: int = 0
     rejections: int = 0
     discard: Callable[[list[mx.array]], None] = field(default=lambda arrays: None)
+    whole_only: bool = False
     _entries: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
     _all: list[bytes] = field(default_factory=list)
     _sliceable: list[bytes] = field(default_factory=list)
@@ -156,12 +158,9 @@ class LiveTier:
         """
         refuse_unknown(caches)
         check_length(caches, len(tokens))
-        entry = _Entry(
-            tuple(shortened(cache, 0) for cache in caches),
-            len(tokens),
-            min(len(tokens), max(restorable_floor(cache) for cache in caches)),
-            kind,
-        )
+        floor = max(restorable_floor(cache) for cache in caches)
+        floor = len(tokens) if self.whole_only else min(len(tokens), floor)
+        entry = _Entry(tuple(shortened(one, 0) for one in caches), len(tokens), floor, kind)
         key = encode(tokens)
         with self._lock:
             if self._covered(key):

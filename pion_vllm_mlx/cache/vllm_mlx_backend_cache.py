@@ -25,6 +25,7 @@ from pion_vllm_mlx.cache.live_tier import LiveTier, Tokens, check_length
 from pion_vllm_mlx.cache.read_ahead import ReadAhead
 from pion_vllm_mlx.cache.vllm_mlx_backend_kinds import are_known, cache_kinds
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Counters, LookedUp, Lookup, Miss
+from pion_vllm_mlx.config import ClientSwitches
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
 
 log = logging.getLogger(__name__)
@@ -71,7 +72,10 @@ class PionPrefixCache:
         self.settings = settings
         self.model = model
         limit = int(config.compute_memory_limit()) if settings.keep_live else 0
-        self._live = LiveTier(limit, int(config.max_entries))
+        whole_only = settings.options is not None and not (
+            settings.options.checkpoints and ClientSwitches.from_environment().lineage
+        )
+        self._live = LiveTier(limit, int(config.max_entries), whole_only=whole_only)
         self._store: LineageStore | None = None
         self._store_opened = False
         self._counters = Counters()
@@ -305,6 +309,7 @@ class PionPrefixCache:
                 try:
                     self._store = LineageStore(self.model, self.settings.options)
                     self._store.connect()  # the first look-up has not so much time
+                    self.prefill_tokens_per_second = self._store.prefill_rate
                 except PionError as reason:
                     self._tell(f"no store: {reason}")
         return self._store
@@ -325,7 +330,7 @@ class PionPrefixCache:
             "live_entries": len(self._live),
             "live_evictions": self._live.evictions,
             "generation_thread": self.blocking.as_dict(),
-            "prefill_tokens_per_second": round(self.prefill_tokens_per_second, 1),
+            "prefill_tokens_per_second": round(self.prefill_tokens_per_second, 1) or None,
         }
 
     def close(self) -> None:

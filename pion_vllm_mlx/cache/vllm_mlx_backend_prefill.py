@@ -164,6 +164,9 @@ class PrefillWatch:
         cache: PionPrefixCache = self._scheduler.memory_aware_cache
         known = cache.prefill_tokens_per_second
         cache.prefill_tokens_per_second = rate if known == 0 else 0.7 * known + 0.3 * rate
+        store = cache.store_or_none()
+        if store is not None:
+            store.note_prefill_rate(cache.prefill_tokens_per_second)
 
 
 def split(tokens: Sequence[int], positions: Sequence[int]) -> list[list[int]]:

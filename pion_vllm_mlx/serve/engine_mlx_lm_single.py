@@ -38,7 +38,7 @@ Sampler = Callable[[mx.array], mx.array]
 class SingleRequests:
     """Stands for ``stream_generate``; called with keywords, as mlx-lm's server does.
 
-    ``durable_tokens``: a journal is written at least so often; 0: as often as it likes.
+    ``durable_tokens``: of a reply so many are stored at a time, at most; 0: as the journal likes.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class SingleRequests:
         else:
             self._prefill(plan, options)
             responses = self._original(**options)
-        return self._noted(plan, store, responses, options["prompt_cache"])
+        # what a draft model proposes is in the caches before it is accepted
+        durable_tokens = 0 if options.get("draft_model") is not None else self._durable_tokens
+        return self._noted(plan, store, responses, (options["prompt_cache"], durable_tokens))
 
     def _prefill(self, plan: Plan, options: dict[str, Any]) -> None:
         """Brings the cache to the last token of the prompt, handing it over at each cut."""
@@ -84,20 +86,27 @@ class SingleRequests:
             options["prompt_progress_callback"] = run.progress
 
     def _noted(
-        self, plan: Plan, store: LineageStore, responses: Iterator[Any], caches: list[Any]
+        self, plan: Plan, store: LineageStore, responses: Iterator[Any], kept_of: tuple[Any, int]
     ) -> Iterator[Any]:
-        """The same responses, the tokens noted; when one is given, the caches hold it too."""
+        """The same responses, the tokens noted; when one is given, the caches hold it too.
+
+        ``kept_of``: these caches, and of how many tokens at most they are kept with --durable.
+        """
+        caches, durable_tokens = kept_of
         generated: list[int] = []
         kept = 0
-        every = STATEFUL_JOURNAL_TOKENS if store.wants_cuts else JOURNAL_TOKENS
-        every = min(every, self._durable_tokens or every)
         plan.noted = journal = store.journal(plan.journal) if plan.journal else None
+        every = STATEFUL_JOURNAL_TOKENS if store.wants_cuts else JOURNAL_TOKENS
+        if durable_tokens:
+            every = min(every, durable_tokens) if journal else durable_tokens
+        stores = bool(journal or durable_tokens)
         try:
             for response in responses:
                 generated.append(response.token)
                 if journal and kept == len(generated) - 1 and kept:
                     journal.note(generated)
-                if journal and len(generated) % every == 1 and len(generated) > len(plan.resume):
+                is_time = (len(generated) - 1) % every == 0 and len(generated) > len(plan.resume)
+                if stores and is_time:
                     tokens = [*plan.tokens, *generated]
                     # guards: the newest one is enough, and the end of the prompt stays kept
                     guarded(partial(store.keep, tokens, caches, "guard"), False)

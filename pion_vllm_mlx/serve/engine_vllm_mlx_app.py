@@ -161,12 +161,14 @@ def added(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The counters of several models as those of one; what is no number is the last one's."""
     total: dict[str, Any] = {}
     for name, value in ((name, value) for one in told for name, value in one.items()):
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if value is None:
+            total.setdefault(name, None)
+        elif isinstance(value, bool) or not isinstance(value, int | float):
             total[name] = value
         elif name in ("budget_bytes", "prefill_tokens_per_second"):
-            total[name] = max(value, total.get(name, 0))
+            total[name] = max(value, total.get(name) or 0)
         else:
-            total[name] = total.get(name, 0) + value
+            total[name] = (total.get(name) or 0) + value
     return total
 
 

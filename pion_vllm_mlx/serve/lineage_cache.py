@@ -97,6 +97,7 @@ class LineageCache:
         self.spread.finish()  # what is of the model before goes to its own tiers
         self._ahead.stop()
         self._model, self._tiers, self._pending = model, None, None
+        self.prefilling = Rate()
         self._live.clear()
         self._live = LiveTier(0)
         if self._options is None:
@@ -111,7 +112,9 @@ class LineageCache:
             self._limits.live_bytes(),
             self._limits.live_entries(states),
             discard=self._beside.drop,
+            whole_only=store.whole_only,
         )
+        self.prefilling = Rate(store=store)
         self._tiers = Tiers(store, self._live, recurrent(make_prompt_cache(model)))
         left = max(store.options.deadline_seconds, self._connect_by - time.monotonic())
         self._beside.ask(partial(store.connect, left))  # every look-up is behind it
@@ -272,7 +275,7 @@ class LineageCache:
             "live_evictions": self._live.evictions,
             "uncopied_bytes": self.spread.waiting_bytes,
             "generation_thread": self.blocking.as_dict(),
-            "prefill_tokens_per_second": round(self.prefilling.tokens_per_second, 1),
+            "prefill_tokens_per_second": round(self.prefilling.tokens_per_second, 1) or None,
         }
 
     # -- inside -----------------------------------------------------------------

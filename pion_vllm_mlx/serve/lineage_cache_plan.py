@@ -12,7 +12,7 @@ import numpy as np
 
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.layers import cache_arrays
-from pion_vllm_mlx.cache.lineage import Cut, Match, Restored
+from pion_vllm_mlx.cache.lineage import Cut, LineageStore, Match, Restored
 from pion_vllm_mlx.cache.lineage.index import Found
 from pion_vllm_mlx.cache.lineage.journal import ReplyJournal
 from pion_vllm_mlx.cache.lineage.missed import why_not_more
@@ -25,9 +25,18 @@ _NEWEST_WEIGHT = 0.3
 
 @dataclass
 class Rate:
-    """Tokens a second on this machine, the latest measurements counting most; 0: unknown."""
+    """Tokens a second on this machine, the latest measurements counting most; 0: unknown.
 
-    tokens_per_second: float = 0.0
+    ``store`` has that of the process before, and keeps it for the next one.
+    """
+
+    measured_here: float = 0.0
+    store: LineageStore | None = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """As it was measured here, or by a process before this one."""
+        return self.measured_here or (self.store.prefill_rate if self.store is not None else 0.0)
 
     def measured(self, tokens: int, seconds: float) -> None:
         """Enters a measurement, unless it is of too few tokens."""
@@ -35,7 +44,9 @@ class Rate:
             return
         newest = tokens / seconds
         known = self.tokens_per_second or newest
-        self.tokens_per_second = known + _NEWEST_WEIGHT * (newest - known)
+        self.measured_here = known + _NEWEST_WEIGHT * (newest - known)
+        if self.store is not None:
+            self.store.note_prefill_rate(self.measured_here)
 
     def ms(self, tokens: int) -> float | None:
         """How long ``tokens`` take; None before the first measurement."""

@@ -127,7 +127,8 @@ def add_pion_flags(parser: argparse.ArgumentParser) -> None:
         const=DURABLE_TOKENS,
         default=0,
         metavar="TOKENS",
-        help="COMMIT after each stored prompt and so many generated tokens (bare: 64)",
+        help="COMMIT after each stored prompt and reply, and so many tokens of one that is not "
+        "batched (bare: 64)",
     )
     group.add_argument(
         "--no-resume",

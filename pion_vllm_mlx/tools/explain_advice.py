@@ -18,6 +18,8 @@ _CLOCK = re.compile(
     re.IGNORECASE,
 )
 _NONCE = re.compile(r"[0-9a-f]{8,}|[0-9a-f]{4,}(?:-[0-9a-f]{2,})+|(?=\w*\d)\w{10,}", re.IGNORECASE)
+#: in the sentence about what the server of the store took away for limits of its own.
+EVICTED = "server evicted it"
 #: characters around the difference that still belong to it.
 _NEAR = 24
 
@@ -60,6 +62,11 @@ def causes(told: Json, body: Json | None = None) -> list[str]:
     restorable = int(told.get("restorable") or 0)
     if prompt and restorable >= prompt - 1:
         return ["nothing is missing: all but the last token is reused"]
+    if EVICTED in str(told.get("sentence") or ""):
+        return [
+            "the store's server had no room for the rest: give it more (--disk-budget), or pin "
+            "what is to stay: pion-vllm-mlx conversations pin ID"
+        ]
     if not common:
         return [
             "no request began like this one, or what it stored is gone; system prompts can be "

@@ -177,3 +177,17 @@ def test_shortening_shares_the_arrays() -> None:
     shorter = shortened(cache, 1)
     assert shorter.keys is cache.keys
     assert (shorter.offset, cache.offset) == (2, 3)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_whole_only_uses_no_part_of_an_entry(kind: str) -> None:
+    tier = LiveTier(1 << 30, whole_only=True)
+    tokens = [1, 2, 0, 1, 2, 2, 0, 1]
+    assert tier.put(tokens, MAKERS[kind](tokens))
+    assert tier.put(tokens[:3], MAKERS[kind](tokens[:3]))
+    assert tier.find(tokens) is not None and tier.find(tokens).length == 3  # type: ignore[union-attr]
+    assert tier.find([*tokens[:6], 0]) == tier.find([*tokens[:4], 0])
+    hit = tier.find([*tokens, 1])
+    assert hit is not None and hit.length == len(tokens)
+    caches = tier.take(hit)
+    assert caches is not None and held(caches, tokens)

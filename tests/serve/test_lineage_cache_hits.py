@@ -311,3 +311,47 @@ def test_nothing_saved_has_no_sign() -> None:
     plan = Plan(token_ids(9))
     plan.fetched(0, "none", 1e-5, True)
     assert str(plan.receipt(Rate(100.0))["saved_ms"]) == "0.0"
+
+
+def test_a_prefill_rate_that_was_measured_is_told_after_a_restart(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of this machine, and of this model."""
+    model, tokens = tiny_model("llama"), token_ids(200, 15)
+    first = opened(server, model, "rate")
+    assert first.stats()["prefill_tokens_per_second"] is None, "nothing is measured yet"
+    first.prefilling.measured(1000, 2.0)
+    keep(first, model, tokens)
+    assert first.store is not None and first.store.flush()
+    first.close()
+    again = opened(server, model, "rate")
+    plan = looked_up(again, [*tokens, 1])
+    assert fetched(again, plan) is not None and plan.reused == 200
+    assert again.stats()["prefill_tokens_per_second"] == 500.0
+    saved = plan.receipt(again.prefilling)["saved_ms"]
+    assert saved == pytest.approx(200 / 500 * 1000 - plan.restore_ms, abs=0.01)
+    again.attach(tiny_model("deepseek_v3"), None)
+    assert looked_up(again, tokens).receipt(again.prefilling)["saved_ms"] is None
+    again.close()
+    monkeypatch.setattr("pion_vllm_mlx.cache.lineage.rates.this_machine", lambda: "another")
+    elsewhere = opened(server, model, "rate")
+    assert looked_up(elsewhere, tokens).receipt(elsewhere.prefilling)["saved_ms"] is None
+    elsewhere.close()
+
+
+@pytest.mark.parametrize("switched_off", [False, True])
+def test_without_lineages_memory_reuses_whole_prompts_alone(
+    switched_off: bool, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if switched_off:
+        monkeypatch.setenv("PION_LINEAGE", "0")
+    model, tokens = tiny_model("llama"), token_ids(100, 16)
+    cache = opened(server, model, f"whole {switched_off}")
+    keep(cache, model, tokens)
+    assert cache.store is not None and cache.store.flush()
+    parted, longer = [*tokens[:60], *token_ids(20, 17)], [*tokens, 1]
+    for prompt, reused in ((parted, 0 if switched_off else 60), (longer, 100)):
+        plan = looked_up(cache, prompt)
+        fetched(cache, plan)
+        assert plan.reused == reused, plan.why
+    cache.close()

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 pytest.importorskip("starlette")
 
+from pion_vllm_mlx.cache.lineage.index import Gone, Segment
 from pion_vllm_mlx.serve import options
 from pion_vllm_mlx.serve.gate import tenant_of
 from pion_vllm_mlx.tools.explain_advice import causes
@@ -255,6 +256,14 @@ def test_without_a_store_no_advice_is_given_that_needs_one() -> None:
     told = {"common": 0, "restorable": 0, "prompt_tokens": 9, "sentence": "no store: it is down"}
     assert causes(told) == []
     assert "warm" in causes({**told, "sentence": ""})[0]
+
+
+@pytest.mark.parametrize("common", [0, 100])
+def test_what_the_stores_server_evicted_is_said_with_what_helps(common: int) -> None:
+    sentence = Gone(Segment(2, 1, common, 500), "evicted", 300).sentence
+    asked = {"common": common, "restorable": common, "prompt_tokens": 400, "sentence": sentence}
+    (cause,) = causes(asked)
+    assert "--disk-budget" in cause and "pin" in cause
 
 
 def test_a_port_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
