@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.keyspace.values import SortedSet
-from pion_vllm_mlx.server.lineage import lineage_of
 from pion_vllm_mlx.server.store.eviction import (
     LeastRecentlyUsed,
     PinLimits,
@@ -28,7 +27,7 @@ from pion_vllm_mlx.server.store.state import State
 MOST_ANCHORS = 16
 """As many anchors leave after all else that is not pinned, those that were used last."""
 
-_ROWS = b"pps"
+_ROWS, _LRU = b"pps", b"pps:lru"
 
 
 class LineageOrder(LeastRecentlyUsed):
@@ -62,38 +61,46 @@ class LineageOrder(LeastRecentlyUsed):
         """All sessions, those of lineages by the last use that their index tells."""
         order = state.by_access()
         places: list[int] = []
-        mine: list[tuple[float, int, Session]] = []
-        used: dict[bytes, Mapping[bytes, float]] = {}
+        mine: list[tuple[tuple[float, int], int]] = []
+        uses: dict[bytes, tuple[float, int] | None] = {}
+        scores: dict[bytes, Mapping[bytes, float]] = {}
         for place, session in enumerate(order):
-            lineage = lineage_of(group_of(session.sid), b"")
-            if lineage is None:
+            if not session.sid.startswith(_ROWS):
                 continue
-            places.append(place)
-            mine.append((*self._last_use(group_of(session.sid), lineage, used), session))
-        mine.sort(key=lambda one: one[:2])
-        for place, (_, _, session) in zip(places, mine, strict=True):
+            group = group_of(session.sid)
+            if group in uses:
+                use = uses[group]
+            else:
+                use = uses[group] = self._last_use(group, scores)
+            if use is not None:
+                places.append(place)
+                mine.append((use, place))
+        mine.sort()
+        sorted_sessions = [order[place] for _, place in mine]
+        for place, session in zip(places, sorted_sessions, strict=True):
             order[place] = session
         return order
 
     def _last_use(
-        self, namespace: bytes, lineage: bytes, used: dict[bytes, Mapping[bytes, float]]
-    ) -> tuple[float, int]:
-        """When a segment was last used, and its number, negative.
+        self, namespace: bytes, scores: dict[bytes, Mapping[bytes, float]]
+    ) -> tuple[float, int] | None:
+        """When a segment was last used, and its number, negative; None for none of a lineage.
 
         One that is not shown yet was used when it got its number; what no index names, never.
         """
-        number = namespace[len(lineage) + 1 :]
-        mid = lineage[len(_ROWS) :]
-        for key, member in (
-            (b"pps:lru", b"%s:%s" % (mid, number)),
-            (b"pps:%s:loose" % mid, namespace),
-        ):
-            if key not in used:
-                used[key] = self._scores(key)
-            score = used[key].get(member)
-            if score is not None:
-                return score, -int(number)
-        return -math.inf, -int(number)
+        head, _, number = namespace.rpartition(b"s")
+        if not number.isdigit() or len(head) < len(_ROWS):
+            return None
+        mid = head[len(_ROWS) :]
+        if _LRU not in scores:
+            scores[_LRU] = self._scores(_LRU)
+        score = scores[_LRU].get(b"%s:%s" % (mid, number))
+        if score is None:
+            loose = b"pps:%s:loose" % mid
+            if loose not in scores:
+                scores[loose] = self._scores(loose)
+            score = scores[loose].get(namespace, -math.inf)
+        return score, -int(number)
 
     def _anchors(self) -> set[bytes]:
         """The namespaces of the anchors that were used last, and of what they stand on."""
