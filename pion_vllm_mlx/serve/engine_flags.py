@@ -32,7 +32,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "num_draft_tokens": (0, math.inf),
 }
 #: what MLX quantizes to; for any other every request would end the engine.
-_KV_BITS, _KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
+_KV_BITS, KV_GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)
 
 
 def refuse_wrong_values(cli: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ def _wrong_value(cli: dict[str, Any]) -> str | None:
     if not isinstance(cli["chat_template_args"], dict):
         return "--chat-template-args must be a JSON object"
     if cli.get("kv_bits") is not None:
-        for flag, known in (("--kv-bits", _KV_BITS), ("--kv-group-size", _KV_GROUPS)):
+        for flag, known in (("--kv-bits", _KV_BITS), ("--kv-group-size", KV_GROUPS)):
             if cli[flag[2:].replace("-", "_")] not in known:
                 return f"{flag} must be one of {', '.join(map(str, known))}"
     return None

@@ -30,6 +30,7 @@ from pion_vllm_mlx.serve.engine_mlx_lm_prepare import (
     settle_garbage,
     taken_from,
 )
+from pion_vllm_mlx.serve.engine_mlx_lm_quantized import not_quantized
 from pion_vllm_mlx.serve.engine_mlx_lm_replies import FollowedReply
 from pion_vllm_mlx.serve.lineage_cache import LineageCache, guarded
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, PlannedPrompt
@@ -206,6 +207,13 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
             log.error("the model %s cannot be loaded: %s", name, str(error) or repr(error))
             log.debug("where it failed", exc_info=True)
             os._exit(FAILED)
+        for model in (self.model_provider.model, self.model_provider.draft_model):
+            if model is None or self._is_distributed:
+                continue
+            wrong = not_quantized(model, vars(self.cli_args))
+            if wrong is not None:
+                log.error("%s", wrong)
+                os._exit(FAILED)
 
     def _attach(self) -> None:
         provider = self.model_provider
