@@ -261,6 +261,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
 
     def _let_answer_early(self) -> None:
         """Another thread may send the reply to what is executed now, if nothing is unsent."""
+        self._early.close()  # one that was refused has not used its right
         if self._full:
             return
         with contextlib.suppress(OSError):  # no descriptor is left: the transport sends it
