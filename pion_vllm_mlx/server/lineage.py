@@ -107,7 +107,7 @@ class Index:
             return
         for digest in reversed(list(block_hashes(prompt))):
             segment, colon, _ = blocks.get(digest, b"").partition(b":")
-            number = _number(segment)
+            number = number_of(segment)
             if colon and number is not None and number not in seen:
                 seen.add(number)
                 yield number
@@ -117,8 +117,8 @@ class Index:
         fields = self.hash_of(b"%s:seg:%d" % (self.name, number))
         tokens = fields.get(b"toks", b"")
         parent = fields.get(b"parent", b"")
-        base, length = _number(fields.get(b"base")), _number(fields.get(b"len"))
-        above = -1 if parent == b"-1" else _number(parent)
+        base, length = number_of(fields.get(b"base")), number_of(fields.get(b"len"))
+        above = -1 if parent == b"-1" else number_of(parent)
         if above is None or base is None or length is None or len(tokens) < length * TOKEN_BYTES:
             return None
         if (above < 0) != (base == 0):
@@ -176,7 +176,7 @@ def common_tokens(left: bytes, right: bytes) -> int:
     return int(different[0]) if len(different) else count
 
 
-def _number(text: bytes | None) -> int | None:
+def number_of(text: bytes | None) -> int | None:
     """Decimal digits as a number; None for anything else."""
     if not text or len(text) > _MAX_DIGITS or not text.isdigit() or not text.isascii():
         return None

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.keyspace.values import SortedSet
+from pion_vllm_mlx.server.lineage import number_of
 from pion_vllm_mlx.server.store.eviction import (
     LeastRecentlyUsed,
     PinLimits,
@@ -89,7 +90,8 @@ class LineageOrder(LeastRecentlyUsed):
         One that is not shown yet was used when it got its number; what no index names, never.
         """
         head, _, number = namespace.rpartition(b"s")
-        if not number.isdigit() or len(head) < len(_ROWS):
+        segment = number_of(number)
+        if segment is None or len(head) < len(_ROWS):
             return None
         mid = head[len(_ROWS) :]
         if _LRU not in scores:
@@ -100,7 +102,7 @@ class LineageOrder(LeastRecentlyUsed):
             if loose not in scores:
                 scores[loose] = self._scores(loose)
             score = scores[loose].get(namespace, -math.inf)
-        return score, -int(number)
+        return score, -segment
 
     def _anchors(self) -> set[bytes]:
         """The namespaces of the anchors that were used last, and of what they stand on."""
@@ -110,7 +112,7 @@ class LineageOrder(LeastRecentlyUsed):
         chosen: set[bytes] = set()
         for member in _in_turn(scores)[:MOST_ANCHORS]:
             chain = chosen | {member, *self._above(member)}
-            if not most_bytes or sum(_number(sizes.get(one)) for one in chain) <= most_bytes:
+            if not most_bytes or sum(number_of(sizes.get(one)) or 0 for one in chain) <= most_bytes:
                 chosen = chain
         return {_ROWS + b"s".join(member.rsplit(b":", 1)) for member in chosen}
 
@@ -143,7 +145,3 @@ def _in_turn(scores: Mapping[bytes, float]) -> list[bytes]:
         ranked.append((turns[mid], member))
         turns[mid] += 1
     return [member for _, member in sorted(ranked, key=lambda one: one[0])]
-
-
-def _number(text: bytes | None) -> int:
-    return int(text) if text is not None and text.isdigit() else 0

@@ -124,3 +124,12 @@ def test_a_broken_index_breaks_no_eviction(driver: Driver) -> None:
     driver.ask("SET", "pps:sizes", "x")
     driver.ask(*register("other"))
     assert sorted(leaving(driver)) == ["other", "ppsas1"]
+
+
+def test_a_number_that_is_none_breaks_no_eviction(driver: Driver) -> None:
+    digits = "9" * 5000
+    segment(driver, 1, used=5)
+    driver.ask(*register(f"ppsas{digits}"))
+    anchor(driver, 1, used=5)
+    driver.ask("HSET", "pps:sizes", "a:1", digits)
+    assert leaving(driver) == [f"ppsas{digits}", "ppsas1"]
