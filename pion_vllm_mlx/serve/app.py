@@ -30,7 +30,7 @@ from pion_vllm_mlx.serve.front_metrics import (
 )
 from pion_vllm_mlx.serve.gate import RECORD, Door, Gate, shape_of
 from pion_vllm_mlx.serve.reply import Reply
-from pion_vllm_mlx.serve.request_body import read_object
+from pion_vllm_mlx.serve.request_body import Lingering, read_object
 from pion_vllm_mlx.serve.responses_reply import ResponsesReply
 from pion_vllm_mlx.serve.sampling import check_sampling
 from pion_vllm_mlx.serve.supervisor import Supervisor
@@ -286,7 +286,8 @@ def _record(request: Request) -> RequestRecord:
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     _record(request).note = error.message
-    return error_response(error, shape_of(request.url.path))
+    shape = shape_of(request.url.path)
+    return Lingering(error, shape) if error.status == 413 else error_response(error, shape)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

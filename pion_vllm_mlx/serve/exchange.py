@@ -30,8 +30,7 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-# What is left of a body that is too long is not waited for.
-_REFUSAL_HEADERS = {413: {"Connection": "close"}, 503: {"Retry-After": "5"}}
+_REFUSAL_HEADERS = {503: {"Retry-After": "5"}}
 
 
 def error_response(error: ApiError, shape: Shape) -> Response:

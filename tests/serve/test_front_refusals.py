@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from pion_vllm_mlx.serve.request_body import MAX_BODY_BYTES
+from pion_vllm_mlx.serve.request_body import DROPPED_BYTES, MAX_BODY_BYTES
 from tests.serve.front import Front, running_front, until
 
 KEY = "sk-pion-ünicode"
@@ -68,9 +68,24 @@ def test_a_body_that_never_ends_is_refused_at_the_limit(front: Front) -> None:
         raw.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
         # It answers and closes while we are still sending, or reads no further.
         with pytest.raises(OSError):
-            for _ in range(3 * (MAX_BODY_BYTES >> 20)):
+            for _ in range((DROPPED_BYTES + 3 * MAX_BODY_BYTES) >> 20):
                 raw.sendall(piece)
     assert front.request("/health")[0] == 200
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_client_that_sends_all_of_a_huge_body_first_is_told_413(
+    front: Front, chunked: bool
+) -> None:
+    pieces = (MAX_BODY_BYTES >> 20) + 16
+    connection = http.client.HTTPConnection("127.0.0.1", front.port, timeout=60)
+    length = {} if chunked else {"Content-Length": str(pieces << 20)}
+    body = (b" " * (1 << 20) for _ in range(pieces))
+    connection.request("POST", POSTS[2], body, length)  # in chunks where no length is given
+    answer = connection.getresponse()
+    told = json.loads(answer.read())["error"]["message"]
+    assert (answer.status, "longer than 64 MB" in told) == (413, True)
+    connection.close()
 
 
 def test_a_long_body_that_is_in_order_is_served(front: Front) -> None:
