@@ -145,11 +145,11 @@ class Prefix:
         """
         if found.nbytes > self.nbytes:
             return
-        while self.statistics and (
-            len(self.statistics) >= _KEPT_STATISTICS
-            or self.statistics_bytes + found.nbytes > self.nbytes
-        ):
-            self.statistics.pop(next(iter(self.statistics)), None)
+        for oldest in list(self.statistics):  # another thread may forget some meanwhile
+            room = self.nbytes - self.statistics_bytes
+            if len(self.statistics) < _KEPT_STATISTICS and found.nbytes <= room:
+                break
+            self.statistics.pop(oldest, None)
         self.statistics[key] = found
 
     def forget(self, most_bytes: int) -> None:

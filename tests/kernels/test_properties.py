@@ -16,6 +16,7 @@ import pytest
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.kernels import api, threads, transfer
 from pion_vllm_mlx.kernels.api import Attended, Prefix, Selection, Suffix
+from pion_vllm_mlx.kernels.prefix import BlockStatistics
 from pion_vllm_mlx.kernels.threads import cores, in_threads
 from pion_vllm_mlx.kernels.widening import widened
 from tests.kernels import cases
@@ -342,6 +343,23 @@ def test_the_latest_statistics_are_kept_where_not_all_may_be(rng: np.random.Gene
     assert [key[1] for key in prefix.statistics] == [16, 32]
     prefix.forget(sizes[32] - 1)
     assert not prefix.statistics
+
+
+def test_statistics_may_be_forgotten_by_another_thread_meanwhile(rng: np.random.Generator) -> None:
+    prefix = cases.prefix(rng, (2, 600, 32), "fp32")
+
+    class Interrupted(BlockStatistics):
+        """While these are counted, another thread forgets all."""
+
+        @property
+        def nbytes(self) -> int:
+            prefix.statistics.clear()
+            return super().nbytes
+
+    most = np.zeros((2, 600, 32), np.float32)
+    prefix.remember(("mean", 1, 0), Interrupted(most, most))
+    prefix.remember(("mean", 2, 0), BlockStatistics(most, most))
+    assert list(prefix.statistics) == [("mean", 2, 0)]
 
 
 def test_statistics_of_another_window_or_selector_are_not_mixed_up(
