@@ -20,6 +20,8 @@ from pion_vllm_mlx.server.inbound import MemoryInbound
 from pion_vllm_mlx.wire.resp import Arg
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+#: lineages of the server's own user lie under ``pps:``: they would be this tenant's.
+_TAKEN = (ADMIN_NAME, "pps")
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,11 @@ def parse_tenant(text: str) -> Tenant:
 
 
 def _checked(name: str) -> str:
-    if not _NAME.fullmatch(name) or name == ADMIN_NAME:
+    if not _NAME.fullmatch(name) or name in _TAKEN:
+        taken = "' or '".join(_TAKEN)
         raise ValueError(
             "invalid --tenant argument: a name has 1 to 64 letters, digits, '_' or '-' "
-            f"and is not '{ADMIN_NAME}'"
+            f"and is not '{taken}'"
         )
     return name
 

@@ -90,6 +90,7 @@ def refused(answer: Any, fragment: str) -> None:
         (["--requirepass", "x", "--tenant", "a" * 65 + "=c"], "invalid --tenant argument"),
         (["--requirepass", "x", "--tenant", "ä=c"], "invalid --tenant argument"),
         (["--requirepass", "x", "--tenant", "default=c"], "invalid --tenant argument"),
+        (["--requirepass", "x", "--tenant", "pps=c"], "is not 'default' or 'pps'"),
         (["--requirepass", "x", "--tenant", "a=x"], "password of the server"),
         (["--requirepass", "x", "--tenant", "a=b", "--tenant", "a=c"], "given twice"),
         (["--requirepass", "x", "--tenant-quota", "a=5"], "no tenant a"),
