@@ -263,6 +263,30 @@ def test_an_orphan_that_cannot_be_deleted_costs_no_start_and_counts_until_it_goe
     assert content_of(folder) == expected
 
 
+def test_orphans_that_cannot_be_deleted_keep_nobody_from_leaving_for_room(folder: Path) -> None:
+    unlink = os.unlink
+
+    def no_orphans(path: Path) -> None:
+        if "orphan" in path.name:
+            raise OSError(1, "operation not permitted")
+        unlink(path)
+
+    with Driver(folder) as driver:
+        for number in range(6):
+            prefix(driver, f"n{number}")
+        used = driver.store.space.used_bytes()
+    for number in range(6):
+        (folder / "pion.segments.0" / f"orphan{number}.safetensors").write_bytes(b"x")
+    options = Options(disk_budget=used + (64 << 10))
+    with mock.patch("os.unlink", side_effect=no_orphans), Driver(folder, options) as driver:
+        mend(driver)
+        driver.ask(*rows("n5_pk", 0, COUNT, COUNT, WIDE))
+        held = [driver.ask("KV.PREFIX.LOOKUP", f"n{number}") for number in range(6)]
+        assert 0 < held.count("MISS") <= 2
+        expected = driver.content()
+    assert content_of(folder) == expected
+
+
 def test_an_export_that_the_disk_keeps_fails_no_command_and_goes_later(folder: Path) -> None:
     with Driver(folder) as driver:
         prefix(driver, "a")

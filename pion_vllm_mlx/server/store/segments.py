@@ -213,6 +213,8 @@ class SegmentFolder:
     files: OpenFiles = field(default_factory=OpenFiles)
     open_of: dict[bytes, Segment] = field(default_factory=dict)
     undeleted: list[Segment] = field(default_factory=list)
+    #: how many of these were the last that should have gone, one after the other
+    kept_in_a_row: int = 0
     _of_group: dict[bytes, dict[str, Segment]] = field(default_factory=dict)
     _disk_use: DiskUse = field(default_factory=DiskUse)
     _flushing: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -331,7 +333,8 @@ class SegmentFolder:
         One that the disk does not let go of counts as before, until ``delete_again`` has it.
         """
         self.forget(segment)
-        self._delete(segment)
+        if not self._delete(segment):
+            self.kept_in_a_row += 1
 
     def _delete(self, segment: Segment) -> bool:
         try:
@@ -340,6 +343,7 @@ class SegmentFolder:
             refusals.tell("a file that is not needed any more", error)
             self.undeleted.append(segment)
             return False
+        self.kept_in_a_row = 0
         return True
 
     def delete_again(self) -> None:

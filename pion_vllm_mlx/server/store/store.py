@@ -47,8 +47,8 @@ INLINE_BYTES = 64 << 10
 SEAL_WAIT_SECONDS = 1.0
 #: how long after a save that failed no store waits for another one.
 CATCH_UP_AGAIN_SECONDS = 10.0
-#: while the disk keeps so many files that should go, nobody leaves to make room.
-_MANY_UNDELETED = 4
+#: while the disk keeps so many files in a row that should go, nobody leaves to make room.
+_MANY_KEPT = 4
 #: how many sessions past their deadline are dropped at once.
 _EXPIRE_BATCH = 256
 
@@ -205,8 +205,8 @@ class Store:
     async def _discard(self, flushed: bool = False) -> bool:
         """Unlink what nothing lives in, once the records that say so are on stable storage.
 
-        ``flushed``: they are. Where the disk refuses the flush the segments stay until it
-        does not, and False is returned; so it is where it keeps many files. Under the write lock.
+        ``flushed``: they are. Where the disk refuses the flush the segments stay until it does
+        not, and False is returned; so where it keeps file after file. Under the write lock.
         """
         refused = False
         emptied = self.space.emptied()
@@ -217,7 +217,7 @@ class Store:
                 log.error("dropped rows stay on disk: %s", error)
                 emptied, refused = [], True
         self.space.discard_unused(emptied)
-        return not refused and len(self.segments.undeleted) < _MANY_UNDELETED
+        return not refused and self.segments.kept_in_a_row < _MANY_KEPT
 
     async def _flush_at_once(self) -> None:
         loop = asyncio.get_running_loop()
