@@ -4,7 +4,8 @@ The file is what ``mlx_lm.models.cache.save_prompt_cache`` of the installed vers
 ``load_prompt_cache`` of the same version reads it. Its metadata keeps the namespace and the
 completion record, so that an import makes the very same prefix a hit again. An import
 proves every row and state against that record before it stores anything; a file that does
-not fit is refused.
+not fit is refused. mlx-lm writes room for more rows along with them, of which the record says
+nothing: checksums of the whole arrays tell damage there, too.
 
 A storage format that does not encode decoded rows back to the same codes cannot be proved
 so: its prefix is exported without a record, for mlx-lm alone.
@@ -22,7 +23,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import numpy as np
 from crc32c import crc32c
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from pion_vllm_mlx.cache.completion import CompletionRecord, Run
@@ -40,6 +44,8 @@ from pion_vllm_mlx.tools.store_access import add_url, size_text, store
 
 SUFFIX = ".safetensors"
 RECORD_KEY, NAMESPACE_KEY, WRITER_KEY = "pion_completion", "pion_namespace", "pion_mlx_lm"
+ARRAYS_KEY = "pion_arrays"
+"""JSON: the CRC32C of every array of the file by its name there."""
 
 #: what safetensors itself allows
 _MOST_HEADER_BYTES = 100_000_000
@@ -131,6 +137,7 @@ def write_file(path: Path, namespace: str, record: CompletionRecord, cache: list
     metadata = {NAMESPACE_KEY: namespace, WRITER_KEY: version("mlx-lm")}
     if whole:
         metadata[RECORD_KEY] = base64.b64encode(record.encode()).decode()
+        metadata[ARRAYS_KEY] = json.dumps(_sums(cache))
     temporary = path.with_name(f".{path.stem}-{os.getpid()}{SUFFIX}")
     try:
         # made by us first: a conversation is nobody else's to read
@@ -138,9 +145,10 @@ def write_file(path: Path, namespace: str, record: CompletionRecord, cache: list
         try:
             save_prompt_cache(str(temporary), cache, metadata)
             again = dismantle(_read(temporary)[0])
+            changed = _changed_array(temporary, metadata)
         except (ValueError, TypeError, RuntimeError, LookupError, AttributeError) as error:
             raise _not_kept(f"{error!r}") from error
-        fault = difference(record, again) if whole else None
+        fault = (difference(record, again) or changed) if whole else None
         if fault is not None:
             raise _not_kept(fault)
         os.replace(temporary, path)
@@ -157,6 +165,38 @@ def _read(path: Path) -> tuple[list[Any], Any]:
     """Cache and metadata of a file, as mlx-lm reads it. Raises what mlx-lm does."""
     cache, metadata = load_prompt_cache(str(path), return_metadata=True)  # type: ignore[no-untyped-call]
     return list(cache), metadata
+
+
+def _sums(cache: list[Any]) -> dict[str, int]:
+    """Checksums of the arrays that ``save_prompt_cache`` writes, by their names in the file."""
+    state: Any = tree_flatten([one.state for one in cache])
+    return {
+        name: _sum(value if isinstance(value, mx.array) else mx.array(value))
+        for name, value in state
+        if isinstance(value, mx.array | int | float)  # as mlx-lm makes arrays of them
+    }
+
+
+def _sum(array: mx.array) -> int:
+    if not array.size:
+        return crc32c(b"")
+    return crc32c(np.asarray(array.reshape(-1).view(mx.uint8)).tobytes())
+
+
+def _changed_array(path: Path, metadata: dict[str, Any]) -> str | None:
+    """Which array of a readable file is not as it was written; None if all are.
+
+    Files of before there were checksums of arrays have none: nothing is wrong with them.
+    """
+    try:
+        wanted = dict(json.loads(metadata.get(ARRAYS_KEY, "{}")))
+        arrays: Any = mx.load(str(path))
+        for name, sum_ in wanted.items():
+            if _sum(arrays[name]) != sum_:
+                return f"array {name} is not what its checksum says"
+    except (ValueError, TypeError, LookupError) as error:
+        return f"its checksums are damaged: {error!r}"
+    return None
 
 
 def _writer(path: Path) -> str:
@@ -199,8 +239,10 @@ def read_file(path: Path) -> tuple[str, CompletionRecord, StoredCache]:
         record = CompletionRecord.decode(base64.b64decode(text, validate=True))
     except binascii.Error as error:
         raise DamagedData(f"{path}: completion record: {error}") from error
-    stored = dismantle(cache)
-    fault = difference(record, stored)
+    fault = _changed_array(path, metadata)
+    if fault is None:
+        stored = dismantle(cache)
+        fault = difference(record, stored)
     if fault is not None:
         raise DamagedData(f"{path}: {fault}")
     return str(metadata.get(NAMESPACE_KEY, "")), record, stored

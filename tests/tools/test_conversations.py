@@ -19,6 +19,8 @@ from mlx_lm.models.cache import load_prompt_cache
 from pion_vllm_mlx.cache.connection import info_fields
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore
 from pion_vllm_mlx.cache.lineage.client import connect
+from pion_vllm_mlx.errors import DamagedData
+from pion_vllm_mlx.tools.conversation_file import bring_in
 from pion_vllm_mlx.tools.lineage_access import Shelf
 from tests.cache.lineage.driving import Engine, Turn, open_store, prompt, url_of
 from tests.conftest import RunningServer, running_server
@@ -232,7 +234,7 @@ def test_a_file_that_was_changed_or_is_another_models_is_refused(
     byte = 8 + header + places[key]["data_offsets"][0]
     file.write_bytes(content[:byte] + bytes([content[byte] ^ 1]) + content[byte + 1 :])
     refused = ran(server, "import", file)
-    assert refused.code == 1 and "not those of its completion record" in refused.err
+    assert refused.code == 1 and "is not what its checksum says" in refused.err
     moved = content.replace(name.encode(), f"{'0' * 12}:1".encode())
     assert len(moved) <= len(content)
     file.write_bytes(moved + bytes(len(content) - len(moved)))
@@ -242,6 +244,29 @@ def test_a_file_that_was_changed_or_is_another_models_is_refused(
     file.write_bytes(content)
     assert ran(server, "import", file, "--model", tmp_path / "mine").code == 0
     assert listed(server)
+
+
+def test_a_damaged_file_is_refused_also_where_its_conversation_is_stored(
+    server: RunningServer, tmp_path: Path
+) -> None:
+    turn(tiny_model("llama"), server, prompt(40, 9))
+    file = tmp_path / "one.safetensors"
+    assert ran(server, "export", longest(server)["id"], file).code == 0
+    content = file.read_bytes()
+    header = int.from_bytes(content[:8], "little")
+    places = json.loads(content[8 : 8 + header])
+    del places["__metadata__"]
+    for place in places.values():
+        start, end = (8 + header + at for at in place["data_offsets"])
+        for byte in {start, (start + end) // 2, end - 1}:
+            damaged = bytes([content[byte] ^ 1])
+            file.write_bytes(content[:byte] + damaged + content[byte + 1 :])
+            with shelf_of(server) as shelf, pytest.raises(DamagedData):
+                bring_in(shelf, file)
+    refused = ran(server, "import", file)
+    assert refused.code == 1 and "stored already" not in refused.out
+    file.write_bytes(content)
+    assert "stored already" in ran(server, "import", file).out
 
 
 def test_a_branch_outlives_the_conversation_it_came_from(

@@ -146,7 +146,7 @@ def test_a_file_whose_rows_were_changed_is_refused(
     at = 8 + header + places[name]["data_offsets"][0]
     file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
     assert cli.main(["import", str(file), "--url", url(server)]) == 1
-    assert "not those of its completion record" in capsys.readouterr().err
+    assert "is not what its checksum says" in capsys.readouterr().err
     file.write_bytes(content[: len(content) // 2])
     assert cli.main(["import", str(file), "--url", url(server)]) == 1
     drop(server, "changed")  # nothing was stored
