@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.keyspace.values import SortedSet
@@ -31,6 +32,29 @@ MOST_ANCHORS = 16
 _ROWS, _LRU = b"pps", b"pps:lru"
 
 
+class _Segment(NamedTuple):
+    """What a session's name says: where the index has the last use of its segment.
+
+    That is the score of ``member`` in ``pps:lru``, of ``namespace`` in ``loose`` before.
+    """
+
+    namespace: bytes
+    member: bytes
+    loose: bytes
+    number: int
+
+
+def _segment_of(sid: bytes) -> _Segment | None:
+    """The segment whose rows a session holds; None where it is none of a lineage."""
+    namespace = group_of(sid)
+    head, _, digits = namespace.rpartition(b"s")
+    number = number_of(digits)
+    if number is None or not head.startswith(_ROWS):
+        return None
+    mid = head[len(_ROWS) :]
+    return _Segment(namespace, b"%s:%s" % (mid, digits), b"pps:%s:loose" % mid, number)
+
+
 class LineageOrder(LeastRecentlyUsed):
     """The least recently used session first, then anchors, then those that pins protect.
 
@@ -42,6 +66,8 @@ class LineageOrder(LeastRecentlyUsed):
     def __init__(self, pins: PinLimits, keyspace: Keyspace) -> None:
         super().__init__(pins)
         self._keyspace = keyspace
+        #: what was read from the names of the sessions that there were last time
+        self._names: dict[bytes, _Segment | None] = {}
 
     def victims(
         self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
@@ -49,60 +75,42 @@ class LineageOrder(LeastRecentlyUsed):
         order = self._by_use(state)
         kept = protected(self.pins, reversed(order))
         anchors = self._anchors()
-        later = [one for one in order if one.sid not in kept and group_of(one.sid) in anchors]
         yield from (
             one for one in order if one.sid not in kept and group_of(one.sid) not in anchors
         )
-        yield from later
+        yield from (one for one in order if one.sid not in kept and group_of(one.sid) in anchors)
         yield from (one for one in order if one.sid in kept)
 
     # -- inside ----------------------------------------------------------------
 
     def _by_use(self, state: State) -> list[Session]:
-        """All sessions, those of lineages by the last use that their index tells."""
-        order = state.by_access()
-        places: list[int] = []
-        mine: list[tuple[tuple[float, int], int]] = []
-        uses: dict[bytes, tuple[float, int] | None] = {}
-        scores: dict[bytes, Mapping[bytes, float]] = {}
-        for place, session in enumerate(order):
-            if not session.sid.startswith(_ROWS):
-                continue
-            group = group_of(session.sid)
-            if group in uses:
-                use = uses[group]
-            else:
-                use = uses[group] = self._last_use(group, scores)
-            if use is not None:
-                places.append(place)
-                mine.append((use, place))
-        mine.sort()
-        sorted_sessions = [order[place] for _, place in mine]
-        for place, session in zip(places, sorted_sessions, strict=True):
-            order[place] = session
-        return order
-
-    def _last_use(
-        self, namespace: bytes, scores: dict[bytes, Mapping[bytes, float]]
-    ) -> tuple[float, int] | None:
-        """When a segment was last used, and its number, negative; None for none of a lineage.
+        """All sessions, those of lineages by the last use that their index tells.
 
         One that is not shown yet was used when it got its number; what no index names, never.
         """
-        head, _, number = namespace.rpartition(b"s")
-        segment = number_of(number)
-        if segment is None or len(head) < len(_ROWS):
-            return None
-        mid = head[len(_ROWS) :]
-        if _LRU not in scores:
-            scores[_LRU] = self._scores(_LRU)
-        score = scores[_LRU].get(b"%s:%s" % (mid, number))
-        if score is None:
-            loose = b"pps:%s:loose" % mid
-            if loose not in scores:
-                scores[loose] = self._scores(loose)
-            score = scores[loose].get(namespace, -math.inf)
-        return score, -segment
+        order = state.by_access()
+        used = self._scores(_LRU)
+        loose: dict[bytes, Mapping[bytes, float]] = {}
+        names, self._names = self._names, {}
+        mine: list[tuple[float, int, int]] = []
+        for place, session in enumerate(order):
+            sid = session.sid
+            if not sid.startswith(_ROWS):
+                continue
+            segment = self._names[sid] = names[sid] if sid in names else _segment_of(sid)
+            if segment is None:
+                continue
+            score = used.get(segment.member)
+            if score is None:
+                if segment.loose not in loose:
+                    loose[segment.loose] = self._scores(segment.loose)
+                score = loose[segment.loose].get(segment.namespace, -math.inf)
+            mine.append((score, -segment.number, place))
+        places = [place for _, _, place in mine]
+        sorted_sessions = [order[place] for _, _, place in sorted(mine)]
+        for place, session in zip(places, sorted_sessions, strict=True):
+            order[place] = session
+        return order
 
     def _anchors(self) -> set[bytes]:
         """The namespaces of the anchors that were used last, and of what they stand on."""
