@@ -126,8 +126,9 @@ def test_the_latest_come_first_and_what_is_too_large_is_passed_over(server: Runn
     keeper.close()
     assert sizes[900] > sizes[128]
     cache = started(server, model, "room", sizes[130] + sizes[129] + sizes[900] - 1)
-    tiers = [asked(cache, [*prompt, 1])[0].tier for prompt in (last, recent, old, large)]
-    assert tiers[:3] == ["memory"] * 3 and tiers[3] not in ("memory", "none")
+    # what memory serves counts as used, too: the last one is the last one again
+    tiers = [asked(cache, [*prompt, 1])[0].tier for prompt in (large, old, recent, last)]
+    assert tiers[1:] == ["memory"] * 3 and tiers[0] not in ("memory", "none")
     cache.close()
     cache = started(server, model, "room", sizes[130] + sizes[129] - 1)
     tiers = [asked(cache, [*prompt, 1])[0].tier for prompt in (last, recent)]
@@ -145,7 +146,7 @@ def test_what_conversations_share_is_in_memory_with_each_of_them(server: Running
     each = together * 704 // 896
     for preload_bytes, tiers in (
         (2 * each * 9 // 10, ["mapped", "memory"]),
-        (2 * each * 11 // 10, ["memory"] * 2),
+        (2 * each * 3 // 2, ["memory"] * 2),  # a branch is read into room for some more rows
     ):
         cache = started(server, model, "shared", preload_bytes)
         assert [asked(cache, [*prompt, 1])[0].tier for prompt in both] == tiers

@@ -347,7 +347,7 @@ def test_wrong_ids_and_words_are_named(
         (("export", "0123456789ab:7", file), 1, "no such conversation"),
         (("export", "0123456789ab:7", tmp_path / "x.bin"), 1, ".safetensors"),
         (("import", file), 1, "no such file"),
-        (("branch", "0123456789ab:7", "--at", "x"), 2, "invalid int"),
+        (("branch", "0123456789ab:7", "--at", "x"), 2, "no whole number"),
         (("pin",), 2, "required"),
         (("burn",), 2, "invalid choice"),
         (("list", "--model", tmp_path / "none"), 1, "cannot be loaded"),
