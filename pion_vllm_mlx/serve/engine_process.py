@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pion_vllm_mlx
 from pion_vllm_mlx import config
@@ -178,9 +179,20 @@ async def _until_healthy(process: asyncio.subprocess.Process, ready: int, key: s
             return coming.result()
         raise EngineFailed(_why_ended(process.returncode))
     finally:
-        for task in (ending, coming):
+        await cancelled(ending, coming)
+
+
+async def cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks, and wait until they have ended.
+
+    ``asyncio.wait_for`` loses a cancellation that comes as what it waits for fails (before
+    Python 3.12): a task that goes on after an error is asked again.
+    """
+    while waiting := {task for task in tasks if not task.done()}:
+        for task in waiting:
             task.cancel()
-        await asyncio.gather(ending, coming, return_exceptions=True)
+        await asyncio.wait(waiting, timeout=_HEALTH_PAUSE_SECONDS)
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _why_ended(code: int | None) -> str:
