@@ -320,8 +320,10 @@ def info(connection: RespConnection) -> str:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
-    with pion_server(folder / "pion") as pion:
+    flags = ("--cuda-attention",) if options.cuda else ()
+    with pion_server(folder / "pion", *flags) as pion:
         figures = {
+            "server_flags": flags,
             "heads": HEADS,
             "dim": DIM,
             "tokens": TOKENS,
@@ -336,6 +338,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--types", action="store_true", help="also K/V kept in other types")
+    parser.add_argument("--cuda", action="store_true", help="the server attends on the GPU")
     options = parser.parse_args()
     with fresh_folder(options.dir) as folder:
         measure(options, folder)

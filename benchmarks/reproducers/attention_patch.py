@@ -47,6 +47,7 @@ def options() -> argparse.Namespace:
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, default=2048, help="length of the prefix")
     parser.add_argument("--shape", default="small", choices=sorted(set(SHAPES) - {"thin"}))
+    parser.add_argument("--cuda", action="store_true", help="the server attends on the GPU")
     return parser.parse_args()
 
 
@@ -107,7 +108,8 @@ def main() -> None:
     suffix = random_ids(SUFFIX, SHAPES[given.shape]["vocab_size"], 2)
     with ExitStack() as stack:
         folder = stack.enter_context(fresh_folder(given.dir))
-        server = stack.enter_context(pion_server(folder))
+        flags = ("--cuda-attention",) if given.cuda else ()
+        server = stack.enter_context(pion_server(folder, *flags))
         install_pion_attention_patch()
         stack.callback(uninstall_pion_attention_patch)
         made = caches(model, ids, server.port, stack)
@@ -123,6 +125,7 @@ def main() -> None:
     figures = {
         "shape": given.shape,
         "tokens": given.tokens,
+        "server_flags": flags,
         "forward_ms": {lane: milliseconds(values) for lane, values in per_step.items()},
         "ratio_to_native": ratios,
         "in_process": check(ratios[HERE]["median"], BAR, at_least=False),
