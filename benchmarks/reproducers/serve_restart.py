@@ -2,10 +2,10 @@
 
 Two serves of one model: ours with a store, and one with ``--no-pion``, whose engine keeps its
 prompt caches in memory. Both read the same conversations, one for every pair; then ours is ended
-and started again, twice: once it reads the conversations ahead, as it does by itself with those
-used last (``--pion-preload-gb`` says how many), and once it reads none, so that each is read when
-it is asked for. Every pair sends one conversation's next turn to both, in turn, streaming: the
-time to the first token. *Bare read*: as many bytes as the prefix's rows have, read from a file
+and started again, twice: once it reads the conversations ahead, as it does by itself, and once
+it reads none (``--pion-preload-gb 0``), so that each is read when it is asked for. Every pair
+sends one conversation's next turn to both, in turn, streaming: the time to the first token.
+*Bare read*: as many bytes as the prefix's rows have, read from a file
 into memory that was touched before; and the same from a file of safetensors into evaluated
 arrays, which is what any engine would have to do. Then decoding: the same request to both, tokens
 a second between the first and the last. Both engines decode the same greedy tokens, or it stops.
@@ -301,12 +301,12 @@ def measure(options: argparse.Namespace, folder: Path, server: Process) -> Json:
             numbers = range(options.asked_for, options.asked_for + options.pairs)
             ahead = fill(first, ram, options, numbers)
         reads = bare_reads(folder, num_bytes, options.pairs)
-        for name, said, gigabytes in (
-            ("read_ahead", ahead, 1.1 * options.pairs * num_bytes / 1e9),
-            ("read_when_asked_for", asked_for, 0.0),
+        words: tuple[str, ...]
+        for name, said, words in (
+            ("read_ahead", ahead, ()),
+            ("read_when_asked_for", asked_for, ("--pion-preload-gb", "0")),
         ):
             log = folder / f"{name}.log"
-            words = ("--pion-preload-gb", f"{gigabytes:.3f}")
             with serving(model, log, *store, *words) as ours:
                 while ours.ask("GET", "/v1/pion/stats")[1].get("reading_ahead"):
                     time.sleep(0.1)

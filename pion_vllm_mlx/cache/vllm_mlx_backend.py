@@ -13,6 +13,7 @@ caches, past this one.
 from __future__ import annotations
 
 import importlib
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ def install_vllm_mlx_backend(
     ``budget_gb`` caps what is stored, ``url`` says where (default: the embedded server of the
     user's data folder); ``settings`` says all of it instead of both.  The in-process tier's
     budget is vllm-mlx's own (``--cache-memory-mb``, ``--cache-memory-percent``); when vllm-mlx's
-    server starts, the conversations used last are read into it, a gigabyte at the most.
+    server starts, the conversations used last are read into it, half of its budget at the most.
 
     Raises PionMlxCompatError, and changes nothing, where vllm-mlx is missing or a name that
     would be replaced is not what is known here (the message says which and how), or where the
@@ -88,7 +89,9 @@ def install_vllm_mlx_backend(
     if settings is None:
         budget_bytes = int(budget_gb * GIGABYTE)
         settings = BackendSettings(
-            LineageOptions(url=url, budget_bytes=budget_bytes, preload_bytes=GIGABYTE)
+            LineageOptions(
+                url=url, budget_bytes=budget_bytes, preload_bytes=budget_bytes or sys.maxsize
+            )
         )
     anchors, caches = AnchorTexts(), weakref.WeakSet[PionPrefixCache]()
     cache_class = _cache_class(settings, anchors, caches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -25,7 +26,8 @@ class PionFlags:
     ``host`` and ``port`` are None unless named: then the embedded server of the user's data
     folder is joined or started.  ``vquant`` None: rows keep the cache's own dtype.
     ``durable_tokens`` 0: no COMMIT. ``attend``: system prompts are attended at the store.
-    ``preload_gb``: of the conversations used last, read into memory at the start.
+    ``preload_gb``: of the conversations used last, read into memory at the start; None: all that
+    the budget keeps.
     """
 
     host: str | None = None
@@ -37,12 +39,19 @@ class PionFlags:
     durable_tokens: int = 0
     resume: bool = True
     attend: bool = False
-    preload_gb: float = 1.0
+    preload_gb: float | None = None
 
     @property
     def budget_bytes(self) -> int:
         """The byte budget of the stored conversations; 0 is none."""
         return int(self.budget_gb * 10**9)
+
+    @property
+    def preload_bytes(self) -> int:
+        """What is read into memory at the start, at most."""
+        if self.preload_gb is None:
+            return self.budget_bytes or sys.maxsize
+        return int(self.preload_gb * 10**9)
 
     @property
     def url(self) -> str:
@@ -65,7 +74,7 @@ class PionFlags:
             words += ["--durable", str(self.durable_tokens)]
         words += [] if self.enabled else ["--no-pion"]
         words += ["--pion-attend"] if self.attend else []
-        words += ["--pion-preload-gb", repr(self.preload_gb)]
+        words += [] if self.preload_gb is None else ["--pion-preload-gb", repr(self.preload_gb)]
         return words if self.resume else [*words, "--no-resume"]
 
     @classmethod
@@ -81,7 +90,7 @@ class PionFlags:
             durable_tokens=options.durable,
             resume=not options.no_resume,
             attend=bool(vars(options).get("pion_attend")),
-            preload_gb=float(vars(options).get("pion_preload_gb") or 0),
+            preload_gb=vars(options).get("pion_preload_gb", 0.0),
         )
 
 
@@ -149,10 +158,9 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pion-preload-gb",
         type=_gigabytes,
-        default=1.0,
         metavar="GB",
         help="at the start read so much of the conversations that were used last into memory, "
-        "half of what live ones may take at the most (default: %(default)g)",
+        "half of what live ones may take at the most (default: as much as is stored)",
     )
 
 

@@ -21,5 +21,5 @@ def store_options(flags: PionFlags, link: EngineLink) -> LineageOptions | None:
         checkpoints=config.ClientSwitches.from_environment().lineage,
         resume=flags.resume,
         durable=flags.durable_tokens > 0,
-        preload_bytes=int(flags.preload_gb * 10**9),
+        preload_bytes=flags.preload_bytes,
     )

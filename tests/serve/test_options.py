@@ -14,6 +14,7 @@ from pion_vllm_mlx.cache.lineage import LineageOptions
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.serve import main, options
 from pion_vllm_mlx.serve.gate import tenant_of
+from pion_vllm_mlx.serve.pion_flags import take_pion_flags
 
 MODEL = ["--model", "m"]
 
@@ -39,6 +40,20 @@ def test_durable_takes_a_number_or_none() -> None:
     assert parsed().pion.durable_tokens == 0
     assert parsed("--durable").pion.durable_tokens == 64
     assert parsed("--durable", "7").pion.durable_tokens == 7
+
+
+def test_all_that_the_budget_keeps_is_read_ahead_unless_told_otherwise() -> None:
+    def preloaded(*words: str) -> int:
+        flags = parsed(*words).pion
+        again, rest = take_pion_flags(flags.to_arguments())
+        assert again == flags
+        assert not rest
+        return flags.preload_bytes
+
+    assert preloaded("--pion-budget-gb", "3") == 3 * 10**9
+    assert preloaded("--pion-budget-gb", "0") > 1 << 50
+    assert preloaded("--pion-preload-gb", "0") == 0
+    assert preloaded("--pion-preload-gb", "0.5") == 5 * 10**8
 
 
 def test_attending_is_told_to_the_engine() -> None:
