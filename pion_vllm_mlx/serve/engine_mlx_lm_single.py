@@ -2,7 +2,7 @@
 
 Such a request (a seed, a draft model, quantized KV, caches that cannot be merged) is not cut
 into segments by mlx-lm.  Here its prompt is prefilled to each cut of its plan first, and its
-reply is noted in a journal while it grows, so that a process that was killed can be continued.
+reply is stored and noted while it grows, so that one of a process that was killed can be continued.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -20,14 +19,12 @@ from mlx_lm.generate import GenerationResponse, maybe_quantize_kv_cache
 
 from pion_vllm_mlx.cache.layers import cache_arrays
 from pion_vllm_mlx.cache.lineage import LineageStore
-from pion_vllm_mlx.serve.lineage_cache import LineageCache, guarded
+from pion_vllm_mlx.serve.engine_mlx_lm_noted import Noted, Reply
+from pion_vllm_mlx.serve.lineage_cache import LineageCache
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan
 
 log = logging.getLogger("pion_vllm_mlx.serve")
 
-JOURNAL_TOKENS = 16
-#: where each note costs a recurrent state.
-STATEFUL_JOURNAL_TOKENS = 64
 DEFAULT_STEP_TOKENS = 2048
 #: random states that depend on each other, at most, when they are computed.
 STATES_A_GRAPH = 256
@@ -57,15 +54,16 @@ class SingleRequests:
 
     def _served(self, plan: Plan, store: LineageStore, options: dict[str, Any]) -> Iterator[Any]:
         options["logits_processors"] = _with_history(plan, options)
-        if plan.resume:
-            self._cache.count("resumes")
-            responses: Iterator[Any] = _resumed(self._original, plan, options)
-        else:
-            self._prefill(plan, options)
-            responses = self._original(**options)
         # what a draft model proposes is in the caches before it is accepted
         durable_tokens = 0 if options.get("draft_model") is not None else self._durable_tokens
-        return self._noted(plan, store, responses, (options["prompt_cache"], durable_tokens))
+        reply = Reply(plan, options["prompt_cache"], durable_tokens)
+        noted = Noted(reply, store, self._cache.blocking)
+        if plan.resume:
+            self._cache.count("resumes")
+            return noted.followed(_resumed(self._original, plan, options, noted))
+        self._prefill(plan, options)
+        options["sampler"] = noted.sampling(options["sampler"])
+        return noted.followed(self._original(**options))
 
     def _prefill(self, plan: Plan, options: dict[str, Any]) -> None:
         """Brings the cache to the last token of the prompt, handing it over at each cut."""
@@ -84,37 +82,6 @@ class SingleRequests:
         options["prompt"] = list(plan.tokens[at:])
         if options.get("prompt_progress_callback") is not None:
             options["prompt_progress_callback"] = run.progress
-
-    def _noted(
-        self, plan: Plan, store: LineageStore, responses: Iterator[Any], kept_of: tuple[Any, int]
-    ) -> Iterator[Any]:
-        """The same responses, the tokens noted; when one is given, the caches hold it too.
-
-        ``kept_of``: these caches, and of how many tokens at most they are kept with --durable.
-        """
-        caches, durable_tokens = kept_of
-        generated: list[int] = []
-        kept = 0
-        plan.noted = journal = store.journal(plan.journal) if plan.journal else None
-        every = STATEFUL_JOURNAL_TOKENS if store.wants_cuts else JOURNAL_TOKENS
-        if durable_tokens:
-            every = min(every, durable_tokens) if journal else durable_tokens
-        stores = bool(journal or durable_tokens)
-        try:
-            for response in responses:
-                generated.append(response.token)
-                if journal and kept == len(generated) - 1 and kept:
-                    journal.note(generated)
-                is_time = (len(generated) - 1) % every == 0 and len(generated) > len(plan.resume)
-                if stores and is_time:
-                    tokens = [*plan.tokens, *generated]
-                    # guards: the newest one is enough, and the end of the prompt stays kept
-                    guarded(partial(store.keep, tokens, caches, "guard"), False)
-                    kept = len(generated)
-                yield response
-        finally:
-            if journal:  # who is told the end has seen to it, unless nobody is there any more
-                journal.leave()
 
 
 class Prefill:
@@ -200,7 +167,7 @@ def _advanced(sampler: Sampler, count: int) -> Sampler:
 
 
 def _resumed(
-    original: Callable[..., Iterator[Any]], plan: Plan, options: dict[str, Any]
+    original: Callable[..., Iterator[Any]], plan: Plan, options: dict[str, Any], noted: Noted
 ) -> Iterator[Any]:
     """A reply from its first token on: what was noted, and what follows it.
 
@@ -221,7 +188,7 @@ def _resumed(
             generation_tps=0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
         )
-    options["sampler"] = _advanced(options["sampler"], len(plan.resume))
+    options["sampler"] = noted.sampling(_advanced(options["sampler"], len(plan.resume)))
     options["prompt"] = plan.resume[-1:]
     options["max_tokens"] -= len(plan.resume)
     for response in original(**options):

@@ -1,6 +1,7 @@
 """The one thread that talks to the store while the model generates.
 
-Work is handed over, never waited for: what does not fit into the queue is not taken.
+Work is handed over, never waited for: what does not fit into the queue is not taken.  Work that
+what comes after it takes in, of the same ``line``, waits once for both.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -23,12 +25,29 @@ MOST_TASKS = 1024
 
 
 @dataclass(frozen=True)
+class Line:
+    """Tasks that follow one another, of which one that waits may be done with the next.
+
+    ``name`` is equal for those of one line, ``sort`` for those that can be done together; ``join``
+    gives what does both, in the former's place, of what the former ``has``. With ``behind`` that
+    is only right where nothing else of the line waits behind the former.
+    """
+
+    name: object
+    sort: str
+    join: Callable[[Any], Task]
+    has: Any = None
+    behind: bool = False
+
+
+@dataclass(frozen=True)
 class Task:
     """Something to do; ``failed`` is told why it was not."""
 
     run: Callable[[], None]
     failed: Callable[[BaseException], None]
     num_bytes: int = 0
+    line: Line | None = field(default=None, repr=False)
 
 
 class Background:
@@ -59,15 +78,36 @@ class Background:
         """Takes a task, unless the queue is full or closed. Never waits for one to end."""
         with self._changed:
             full = self._waiting_bytes + task.num_bytes > self._most_bytes and self._tasks
-            if self._closed or full or len(self._tasks) >= MOST_TASKS:
+            at = self._former(task.line)
+            if self._closed or full or (at is None and len(self._tasks) >= MOST_TASKS):
                 return False
-            self._tasks.append(task)
+            if at is None or task.line is None:
+                self._tasks.append(task)
+            else:
+                former = self._tasks[at]
+                size = former.num_bytes + task.num_bytes
+                both = task.line.join(former.line.has if former.line is not None else None)
+                self._tasks[at] = replace(both, num_bytes=size)
             self._waiting_bytes += task.num_bytes
             if self._thread is None:
                 self._thread = threading.Thread(target=self._loop, name="pion-lineage", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
             return True
+
+    def _former(self, line: Line | None) -> int | None:
+        """Where a task waits that is done together with the next one of ``line``."""
+        if line is None:
+            return None
+        for at in range(len(self._tasks) - 1, -1, -1):
+            other = self._tasks[at].line
+            if other is None or other.name is not line.name:
+                continue
+            if other.sort == line.sort:
+                return at
+            if line.behind:
+                return None
+        return None
 
     def flush(self, timeout: float) -> bool:
         """Waits until nothing is left to do; False when time is over."""

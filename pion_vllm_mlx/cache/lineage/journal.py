@@ -18,8 +18,11 @@ from pion_vllm_mlx.errors import PionError
 
 KEEP_SECONDS = 86_400
 
-Behind = Callable[[Callable[[], None]], None]
-"""Has something done on the background thread, behind all that was given to it before."""
+Behind = Callable[[Callable[[], None], object], None]
+"""Has something done on the background thread, behind all that was given to it before.
+
+Of what was given with one object, and waits with nothing else of it in between, the last alone.
+"""
 
 
 class Journals:
@@ -70,7 +73,7 @@ class ReplyJournal:
                 if not self._ended:
                     self._back.save(self._key, ids)
 
-        self._behind(save)
+        self._behind(save, self)
 
     def end(self) -> bool:
         """Forgets the journal; when this returns it is gone. To be called before the end is told.
@@ -98,7 +101,7 @@ class ReplyJournal:
                     self._back.drop(self._key)
                     self._gone = True
 
-        self._behind(drop)
+        self._behind(drop, None)
 
 
 def _dropped(journals: Journals, key: str) -> bool:

@@ -7,16 +7,18 @@ caches are given away; a background thread plans, writes, evicts and publishes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from pion_vllm_mlx.cache.completion import TokenIds
-from pion_vllm_mlx.cache.lineage.background import Task
+from pion_vllm_mlx.cache.lineage.background import Line, Task
 from pion_vllm_mlx.cache.lineage.beginnings import Beginnings
 from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS
 from pion_vllm_mlx.cache.lineage.budget import OverBudget
-from pion_vllm_mlx.cache.lineage.capture import Since, Taken, capture, captured_of
+from pion_vllm_mlx.cache.lineage.capture import Captured, Since, Taken, capture, captured_of
 from pion_vllm_mlx.cache.lineage.client import LineageClient
+from pion_vllm_mlx.cache.lineage.growing import Grown, together
 from pion_vllm_mlx.cache.lineage.lending import Schedule, at_once, can_be_lent, lend, lend_copies
 from pion_vllm_mlx.cache.lineage.plan import Job
 from pion_vllm_mlx.cache.lineage.publish import Publisher
@@ -26,6 +28,22 @@ from pion_vllm_mlx.cache.lineage.tokens import Tokens, token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.lineage.writer import Writer
 from pion_vllm_mlx.errors import CommandError, UnsupportedCache
+
+ROWS, NOTE = "rows", "note"
+"""What waits of a reply: what its caches had new, and what its journal is to say."""
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """What a task is to store, and the anchor that lies in it."""
+
+    captured: Callable[[], Captured]
+    anchor: int
+
+
+def _scheduled(arrays: Sequence[Any], then: Callable[[], None]) -> None:
+    """Of arrays that are scheduled already."""
+    then()
 
 
 class Kept(Stored):
@@ -93,6 +111,35 @@ class Kept(Stored):
 
         return take
 
+    def growing(self, known: TokenIds, caches: Sequence[Any], length: int) -> Grown | None:
+        """What is new in the caches of a reply, which hold ``length`` tokens and grow on.
+
+        To be called while a step is being made: its arrays, ``taken.arrays``, are to be computed
+        with it, before the next one writes into these caches. ``known`` are the first of those
+        tokens, as many as are known by then; ``grew`` is told all of them. None where nothing is
+        to be stored; never raises for a reason of the store.
+        """
+        if known.size < self._least or self._bypass is not None:
+            return None
+        since, _ = self._recent.since(known)
+        try:
+            return Grown(self._taken(caches, length, since, given=False), since, length)
+        except UnsupportedCache as error:
+            self._faults.refused(error)
+            return None
+
+    def grew(self, ids: TokenIds, grown: Grown, reply: object) -> bool:
+        """Has what a reply's caches had new stored as a guard, its arrays being scheduled.
+
+        With what still waits to be stored of ``reply``, an object of its own: the newest state is
+        enough. False, and counted, where it was not taken.
+        """
+        if int(ids.size) != grown.length:
+            return False
+        anchor = self._anchors.longest(ids)
+        anchor = anchor if grown.since.rows < anchor else 0
+        return self._queued(ids, "guard", grown.taken, anchor, _scheduled, reply)
+
     # -- inside ---------------------------------------------------------------
 
     @property
@@ -112,18 +159,21 @@ class Kept(Stored):
         return Taken(captured.arrays, lambda: captured, captured.num_bytes)
 
     def _queued(
-        self, ids: TokenIds, kind: KeepKind, taken: Taken, anchor: int, schedule: Schedule
+        self,
+        ids: TokenIds,
+        kind: KeepKind,
+        taken: Taken,
+        anchor: int,
+        schedule: Schedule,
+        reply: object = None,
     ) -> bool:
         """Has ``taken`` written when its arrays are scheduled; False where the queue is full."""
-        key = self._key
-
-        def write() -> None:
-            self._write(Job(ids, kind, taken.captured(), key.identity, key.names, anchor))
-
         full: list[bool] = []
+        what = _Waiting(taken.captured, anchor)
 
         def queue() -> None:
-            if not self._background.put(Task(write, partial(self._failed, ids), taken.num_bytes)):
+            task = self._task(ids, kind, what, reply)
+            if not self._background.put(replace(task, num_bytes=taken.num_bytes)):
                 self._counters.add("queue_full", why="more waits to be stored than the queue holds")
                 self._recent.forget(ids)
                 full.append(True)
@@ -134,11 +184,32 @@ class Kept(Stored):
         self._counters.add("kept", not full)
         return not full
 
-    def _in_background(self, run: Callable[[], None]) -> None:
+    def _task(self, ids: TokenIds, kind: KeepKind, what: _Waiting, reply: object) -> Task:
+        key = self._key
+
+        def write() -> None:
+            self._write(Job(ids, kind, what.captured(), key.identity, key.names, what.anchor))
+
+        def with_former(former: _Waiting) -> Task:
+            both = _Waiting(
+                lambda: together(former.captured(), what.captured()), former.anchor or what.anchor
+            )
+            return self._task(ids, kind, both, reply)
+
+        line = Line(reply, ROWS, with_former, what) if reply is not None else None
+        return Task(write, partial(self._failed, ids), line=line)
+
+    def _in_background(self, run: Callable[[], None], reply: object = None) -> None:
+        """Has ``run`` done; of those of one ``reply`` that wait behind its rows the last alone."""
+
         def failed(error: BaseException) -> None:
             self._counters.add("failed", why=str(error))
 
-        if not self._background.put(Task(run, failed)):
+        def task(former: object = None) -> Task:
+            line = Line(reply, NOTE, task, behind=True) if reply is not None else None
+            return Task(run, failed, line=line)
+
+        if not self._background.put(task()):
             self._counters.add("queue_full")
 
     # on the background thread
