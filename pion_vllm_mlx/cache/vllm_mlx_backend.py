@@ -34,6 +34,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
     check,
     has_mllm,
 )
+from pion_vllm_mlx.cache.vllm_mlx_backend_steps import patch_start, patch_steps
 from pion_vllm_mlx.cache.vllm_mlx_backend_usage import (
     UsageLayer,
     patch_engine,
@@ -101,6 +102,8 @@ def install_vllm_mlx_backend(
         replacements.replace(MLLM_PREFIX_CACHE, _for_image_models(cache_class))
         patch_image_models(replacements)
     patch_scheduler(replacements, anchors)
+    patch_steps(replacements)
+    patch_start(replacements)
     patch_chat_template(replacements, anchors)
     patch_engine(replacements)
     _CURRENT.append(_Installed(replacements, caches, _add_layer()))

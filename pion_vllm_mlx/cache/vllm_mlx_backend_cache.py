@@ -13,55 +13,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from pion_vllm_mlx.cache.beside import Beside, Blocking
-from pion_vllm_mlx.cache.lineage import Cut, LineageOptions, LineageStore, Match, policy
+from pion_vllm_mlx.cache.lineage import Cut, LineageStore, Match, policy
 from pion_vllm_mlx.cache.lineage.missed import NOT_RESTORED
 from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.live_tier import LiveTier, Tokens, check_length
 from pion_vllm_mlx.cache.read_ahead import ReadAhead
+from pion_vllm_mlx.cache.spread import Spread
 from pion_vllm_mlx.cache.vllm_mlx_backend_kinds import are_known, cache_kinds
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Counters, LookedUp, Lookup, Miss
+from pion_vllm_mlx.cache.vllm_mlx_backend_settings import UNEXPECTED, BackendSettings, guarded
 from pion_vllm_mlx.config import ClientSwitches
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
+
+__all__ = ["UNEXPECTED", "BackendSettings", "PionPrefixCache"]
 
 log = logging.getLogger(__name__)
 
 MEGABYTE = 1 << 20
-#: what a fault of ours or of MLX can end in: on the generation thread it would end every request
-UNEXPECTED = (
-    PionError,
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class BackendSettings:
-    """What every cache object of an installed backend shares.
-
-    ``options`` None: no store, prefixes live in this process only.  ``keep_replies``: what was
-    generated is kept as well, so that the next turn starts behind it.  Without ``keep_live``
-    nothing is kept in this process, either.
-    """
-
-    options: LineageOptions | None = field(default_factory=LineageOptions)
-    keep_replies: bool = True
-    keep_live: bool = True
-
-    @property
-    def keeps_nothing(self) -> bool:
-        """Whether nothing is ever reused."""
-        return self.options is None and not self.keep_live
 
 
 class PionPrefixCache:
@@ -75,7 +51,10 @@ class PionPrefixCache:
         whole_only = settings.options is not None and not (
             settings.options.checkpoints and ClientSwitches.from_environment().lineage
         )
-        self._live = LiveTier(limit, int(config.max_entries), whole_only=whole_only)
+        self._beside = Beside()
+        self._live = LiveTier(
+            limit, int(config.max_entries), discard=self._discard, whole_only=whole_only
+        )
         self._store: LineageStore | None = None
         self._store_opened = False
         self._counters = Counters()
@@ -91,9 +70,12 @@ class PionPrefixCache:
         self.last_miss: Miss | None = None
         self.prefill_tokens_per_second = 0.0
         self.blocking = Blocking()
-        self._beside = Beside()
+        self.spread = Spread()
+        #: whether the steps of a batch carry what is in ``spread``; else it is done at once.
+        self.in_steps = False
         self._ahead = ReadAhead(self._beside)
         self._looked_up = LookedUp()
+        self._closed = False
 
     # What the scheduler calls ------------------------------------------------------------
 
@@ -229,13 +211,18 @@ class PionPrefixCache:
     def _keep(self, tokens: Tokens, caches: Sequence[Any], kind: KeepKind, reply: bool) -> bool:
         try:
             check_length(caches, len(tokens))
-            live = self._live.put(tokens, caches, kind)
+            live = self._live.put(tokens, caches, kind, schedule=self.spread.add)
             self._counters.kept_live += 1
             self._counters.replies_kept += reply
             store = self.store_or_none()
-            if store is None or (reply and self.recurrent):
-                return live
-            return store.keep(tokens, caches, kind) or live
+            stores = store is not None and not (reply and self.recurrent)
+            if store is not None and stores:
+                # what a batch hands over is nobody else's; an image model's may be written to
+                take = partial(store.keeping, given=self.in_steps, schedule=self.spread.add)
+                self.spread.store(partial(take, tokens, caches, kind), self.blocking, guarded)
+            if not self.in_steps:
+                self.spread.finish()
+            return live or stores
         except UnsupportedCache as reason:
             self._tell(f"not kept: {reason}")
         except UNEXPECTED:
@@ -329,6 +316,7 @@ class PionPrefixCache:
             "live_bytes": self._live.nbytes,
             "live_entries": len(self._live),
             "live_evictions": self._live.evictions,
+            "uncopied_bytes": self.spread.waiting_bytes,
             "generation_thread": self.blocking.as_dict(),
             "prefill_tokens_per_second": round(self.prefill_tokens_per_second, 1) or None,
         }
@@ -337,7 +325,7 @@ class PionPrefixCache:
         """Write what waits and let the store go."""
         if self._store is not None:
             self._store.close()
-        self._store = None
+        self._store, self._closed = None, True
         self._beside.close()
 
     # --------------------------------------------------------------------------------------
@@ -388,6 +376,10 @@ class PionPrefixCache:
             lookup.why = NOT_RESTORED
         else:
             lookup.restored = restored
+
+    def _discard(self, arrays: list[Any]) -> None:
+        if not self._closed:
+            self._beside.drop(arrays)
 
     def _tell(self, sentence: str) -> None:
         if sentence not in self._told:

@@ -32,6 +32,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_seams import (
     Replacements,
     Seam,
 )
+from pion_vllm_mlx.cache.vllm_mlx_backend_steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,9 @@ class PrefillWatch:
         """Takes the place of ``generator.next``."""
         self._scheduler = weakref.proxy(scheduler)
         self._generator = generator
-        self._next = generator.next
+        cache: PionPrefixCache = scheduler.memory_aware_cache
+        cache.in_steps = True
+        self._steps = Steps(generator, cache.spread)
         self._cuts: dict[int, dict[int, KeepKind]] = {}
         self._last_kept: dict[int, int] = {}
         if pads_wrongly(scheduler.model):
@@ -58,7 +61,7 @@ class PrefillWatch:
     def next(self) -> Any:
         """One step of the generator; what ended a segment in it is kept."""
         tokens, seconds = self._prefilled()
-        result = self._next()
+        result = self._steps.next()
         self._measure(tokens, seconds)
         prompts, generated = result
         try:
@@ -76,6 +79,8 @@ class PrefillWatch:
         """Cut a prompt that was just scheduled and whose prefill has not begun."""
         cache: PionPrefixCache = self._scheduler.memory_aware_cache
         uid, reused = request.batch_uid, int(request.cached_tokens)
+        self._steps.busy()
+        self._steps.samples_alone(uid)
         lookup = lookup_of(request)
         if lookup.reused_tokens != reused:  # what was found was refused, or the request runs again
             lookup = Lookup(lookup.ids, reused)
@@ -126,9 +131,12 @@ class PrefillWatch:
         if kind is None or self._scheduler.memory_aware_cache.settings.keeps_nothing:
             return
         self._last_kept[uid] = position
-        held = self._generator.extract_cache([uid]).get(uid)
+        self._steps.busy()
+        cache: PionPrefixCache = self._scheduler.memory_aware_cache
+        with cache.blocking.measured("extract"):
+            held = self._generator.extract_cache([uid]).get(uid)
         if held is not None:
-            self._scheduler.memory_aware_cache.keep(ids[:position], held[0], kind)
+            cache.keep(ids[:position], held[0], kind)
 
     def _kind_at(self, uid: int, position: int, count: int) -> KeepKind | None:
         kind = self._cuts.get(uid, {}).get(position)
@@ -147,6 +155,7 @@ class PrefillWatch:
         request, cache = self._request(response.uid), self._scheduler.memory_aware_cache
         if request is None or not cache.settings.keep_replies or self._scheduler.config.enable_mtp:
             return
+        self._steps.busy()
         replied = np.array([*request.output_token_ids, response.token], np.uint32)
         ids = np.concatenate([lookup_of(request).ids, replied])
         cache.keep(ids, response.prompt_cache, reply=True)

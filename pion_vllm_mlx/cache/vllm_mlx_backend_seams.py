@@ -74,6 +74,8 @@ STORE_PROMPT = Seam(
     "Scheduler._store_prompt_only_cache",
     ("self", "request", "response"),
 )
+STEP = Seam("vllm_mlx.scheduler", "Scheduler.step", ("self", "max_retries"))
+START_ENGINE = Seam("vllm_mlx.engine_core", "EngineCore.start", ("self",))
 ADD_TO_ENGINE = Seam(
     "vllm_mlx.engine_core",
     "EngineCore.add_request",
@@ -120,6 +122,7 @@ CONSULTED = (
     Seam("mlx_lm.generate", "BatchGenerator.next", ("self",)),
     Seam("mlx_lm.generate", "BatchGenerator.extract_cache", ("self", "uids")),
     Seam("mlx_lm.generate", "BatchGenerator._make_batch", ("self", "n")),
+    Seam("mlx_lm.generate", "GenerationBatch.empty", ("model", "fallback_sampler")),
     Seam(
         "mlx_lm.generate",
         "PromptProcessingBatch.Response",
@@ -152,6 +155,8 @@ REPLACED = (
     SCHEDULE_WAITING,
     ADD_TO_SCHEDULER,
     STORE_PROMPT,
+    STEP,
+    START_ENGINE,
     ADD_TO_ENGINE,
     CHAT_TEMPLATE,
 )

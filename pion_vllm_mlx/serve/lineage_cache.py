@@ -35,12 +35,12 @@ from pion_vllm_mlx.cache.lineage.tokens import token_ids
 from pion_vllm_mlx.cache.lineage.types import KEEP_KINDS, KeepKind
 from pion_vllm_mlx.cache.live_tier import MAX_CHECKPOINTS, LiveTier
 from pion_vllm_mlx.cache.read_ahead import ReadAhead
+from pion_vllm_mlx.cache.spread import Spread
 from pion_vllm_mlx.errors import UnsupportedCache
 from pion_vllm_mlx.serve.lineage_cache_handles import owned, recurrent, settled
 from pion_vllm_mlx.serve.lineage_cache_limits import CacheLimits, PlainCache
 from pion_vllm_mlx.serve.lineage_cache_lookup import Tiers
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, Rate, Seen
-from pion_vllm_mlx.serve.lineage_cache_spread import Spread
 
 __all__ = ["BUSY", "CacheLimits", "LineageCache", "guarded"]
 
@@ -343,21 +343,10 @@ class LineageCache:
             return
         self.spread.add(lacking)
 
-        keeping = partial(tiers.store.keeping, given=True, schedule=self.spread.add)
-
-        def store() -> None:
-            with self.blocking.measured("store"):
-                take = guarded(lambda: keeping(ids, caches, kind), None)
-            if take is not None:
-                self.spread.one_a_step(partial(self._taking, take), first=True)
-
         # A reply's recurrent state would be a second state a turn: it stays in this process.
         if not (reply and tiers.recurrent):
-            self.spread.one_a_step(store)
-
-    def _taking(self, take: Callable[[], bool]) -> None:
-        with self.blocking.measured("take"):
-            guarded(take, False)
+            given = partial(tiers.store.keeping, given=True, schedule=self.spread.add)
+            self.spread.store(partial(given, ids, caches, kind), self.blocking, guarded)
 
     def _put(
         self, tiers: Tiers, ids: TokenIds, caches: list[Any], kind: str, lacking: list[Any]

@@ -23,11 +23,11 @@ from pion_vllm_mlx.cache.lineage import LineageOptions, bringing, kept  # noqa: 
 from pion_vllm_mlx.cache.lineage.capture import Since, capture, captured_of  # noqa: E402
 from pion_vllm_mlx.cache.lineage.lending import bytes_of, lend, lend_copies  # noqa: E402
 from pion_vllm_mlx.cache.lineage.shape import Shape  # noqa: E402
+from pion_vllm_mlx.cache.spread import MOST_ARRAYS, Spread  # noqa: E402
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import Ends  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache import BUSY, CacheLimits, LineageCache  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache_handles import owned  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, PlannedPrompt, Seen  # noqa: E402
-from pion_vllm_mlx.serve.lineage_cache_spread import MOST_ARRAYS, Spread  # noqa: E402
 from tests.models import tiny_model, token_ids  # noqa: E402
 
 FAMILIES = ["llama", "gemma3_text", "qwen3_5", "mamba", "deepseek_v3", "falcon_h1"]

@@ -16,7 +16,7 @@ from tests.serve.tiny_folder import make_folder  # noqa: E402
 
 Json = dict[str, Any]
 #: what one engine alone has: mlx-lm's copies beside the generation, vllm-mlx's own
-ALONE = {"uncopied_bytes", "vllm_mlx"}
+ALONE = {"vllm_mlx"}
 CHAT = "/v1/chat/completions"
 
 

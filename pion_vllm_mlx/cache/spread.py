@@ -13,12 +13,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
+from pion_vllm_mlx.cache.beside import Blocking
+
 Then = Callable[[], None]
 Sampler = Callable[[mx.array], mx.array]
+Guard = Callable[[Callable[[], Any], Any], Any]
+"""Gives what its first argument gives, and its second where that fails."""
 
 #: of one step. An array is not divided: one is always carried, whatever its size.
 MOST_ARRAYS = 16
@@ -66,6 +71,25 @@ class Spread:
         else:
             self._jobs.append(job)
 
+    def store(self, keeping: Callable[[], Any], blocking: Blocking, guarded: Guard) -> None:
+        """Has caches stored, in two steps of their own: what is new is found, then it is taken.
+
+        ``keeping`` is a lineage store's method of that name, its arguments given; how long the
+        two take is noted as ``store`` and ``take``.
+        """
+
+        def take(taking: Callable[[], Any]) -> None:
+            with blocking.measured("take"):
+                guarded(taking, False)
+
+        def store() -> None:
+            with blocking.measured("store"):
+                taking = guarded(keeping, None)
+            if taking is not None:
+                self.one_a_step(partial(take, taking), first=True)
+
+        self.one_a_step(store)
+
     def work(self, begun: bool) -> None:
         """Does the next job, unless a request has ``begun`` since the last step.
 
@@ -80,10 +104,13 @@ class Spread:
         """``make_sampler``, whose samplers' tokens carry pieces."""
 
         def make(*args: Any) -> Sampler:
-            sample = make_sampler(*args)
-            return lambda logits: self.carried(sample(logits))
+            return self.sampling(make_sampler(*args))
 
         return make
+
+    def sampling(self, sample: Sampler) -> Sampler:
+        """``sample``, whose tokens carry pieces."""
+        return lambda logits: self.carried(sample(logits))
 
     def carried(self, sampled: mx.array) -> mx.array:
         """The same tokens, which depend on the next piece: once a step."""
