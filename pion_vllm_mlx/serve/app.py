@@ -159,9 +159,10 @@ class Front:
         if not self.supervisor.command.steers:
             chat_request.check_steering(sent)
         sent = chat_request.chosen_tools(sent)
-        if body.get("logprobs") and not self.supervisor.command.logprobs:
+        probabilities = bool(body.get("logprobs") or sent.get("logprobs"))
+        if probabilities and not self.supervisor.command.logprobs:
             raise bad_request("logprobs: this engine gives none")
-        if not stream and body.get("logprobs") and isinstance(reply, ChatReply | CompletionReply):
+        if not stream and probabilities and isinstance(reply, ChatReply | CompletionReply):
             # Only an answer that does not stream has them.
             return _Forwarded(self.supervisor, "POST", path, sent, reply)
         return Exchange(self.supervisor, path, sent, reply, stream, _record(request))

@@ -39,7 +39,8 @@ def chat_body(body: Json, *, normalize: bool = True, fetch: bool = False) -> Jso
             _check_media(message.get("content"), f"{where}content[]")
     messages = [_known_role(message) for message in messages]
     checks.objects(body, "tools")
-    checks.flag(body, "logprobs")
+    if not checks.flag(body, "logprobs") and (checks.count(body, "top_logprobs", -1) or 0) > 0:
+        raise bad_request("top_logprobs stand beside the others: send logprobs, too")
     return {
         **_common(body),
         "messages": normalize_messages(messages) if normalize else messages,
@@ -55,7 +56,18 @@ def completion_body(body: Json) -> Json:
         raise bad_request("prompt must be a string")
     if not prompt:
         raise bad_request("prompt must not be empty")
-    return {**_common(body), "prompt": prompt}
+    return {**_common(body), "prompt": prompt, **_log_probabilities(body)}
+
+
+def _log_probabilities(body: Json) -> Json:
+    """``logprobs`` of a text completion, a number there, in the words of a chat.
+
+    It counts the likeliest tokens beside each; with 0 there is that of the token itself.
+    """
+    if body.get("logprobs") is None or isinstance(body["logprobs"], bool):
+        return {}
+    number = checks.count(body, "logprobs", least=0)
+    return {"logprobs": True, **({"top_logprobs": number} if number else {})}
 
 
 def chosen_tools(body: Json) -> Json:

@@ -96,6 +96,7 @@ def test_what_the_engine_knows_passes_through_and_null_means_absent() -> None:
         ({"messages": [HI], "chat_template_kwargs": {"tokenize": False}}, "kwargs.tokenize"),
         ({"messages": [HI], "chat_template_kwargs": {"return_dict": True}}, "kwargs.return_dict"),
         ({"messages": [HI], "logprobs": "x"}, "logprobs"),
+        ({"messages": [HI], "top_logprobs": 3}, "top_logprobs"),
         ({"messages": [called("{bad")]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [called("[1]")]}, "messages[0].tool_calls[0].function.arguments"),
         ({"messages": [called(5)]}, "messages[0].tool_calls[0].function.arguments"),

@@ -225,6 +225,10 @@ def test_log_probabilities_are_refused_where_the_engine_has_none(
         status, answer = running.request(POSTS[2], body)
         assert (status, "logprobs" in answer["error"]["message"]) == (400, True)
         assert running.request(POSTS[2], {**body, "logprobs": False, "stream": False})[0] == 200
+        for number in (0, 3):
+            asked = {"prompt": "say hi", "max_tokens": 5, "logprobs": number, "stream": stream}
+            status, answer = running.request("/v1/completions", asked)
+            assert (status, "logprobs" in answer["error"]["message"]) == (400, True)
 
 
 def test_an_empty_prompt_is_refused_before_the_engine(front: Front) -> None:

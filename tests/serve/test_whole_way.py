@@ -159,6 +159,20 @@ def test_log_probabilities_come_with_a_whole_reply(running: Front, gpt: openai.O
     until(lambda: len(line.findall(running.output())) > before, "its line")
 
 
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_a_text_completion_counts_the_log_probabilities_beside_its_own(
+    running: Front, number: int
+) -> None:
+    asked = {"prompt": "Once upon a time", "max_tokens": LIMIT, "temperature": 0}
+    status, body = running.request("/v1/completions", {**asked, "logprobs": number})
+    told = body["choices"][0]["logprobs"]["content"]
+    assert (status, len(told)) == (200, LIMIT)
+    assert [len(one.get("top_logprobs", ())) for one in told] == [number] * LIMIT
+    for wrong in (-1, "x", 1.5):
+        status, body = running.request("/v1/completions", {**asked, "logprobs": wrong})
+        assert (status, "logprobs" in body["error"]["message"]) == (400, True)
+
+
 def test_a_tool_turn_is_the_same_prompt_in_every_api(
     gpt: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:
