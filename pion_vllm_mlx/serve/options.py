@@ -19,6 +19,7 @@ from pion_vllm_mlx.serve.pion_flags import (
     add_pion_flags,
     add_serve_flags,
     number_of,
+    spare_model,
 )
 
 DEFAULT_PORT = 8080
@@ -96,10 +97,14 @@ class ServeOptions:
 
 def model_named(words: Sequence[str]) -> str | None:
     """The value of ``--model`` among an engine's flags; None where it is not plain."""
+    return _value_of("--model", words)
+
+
+def _value_of(flag: str, words: Sequence[str]) -> str | None:
     for word, following in zip(words, [*words, ""][1:], strict=True):
-        if word == "--model":
+        if word == flag:
             return following
-        if word.startswith("--model="):
+        if word.startswith(f"{flag}="):
             return word.partition("=")[2]
     return None
 
@@ -168,7 +173,9 @@ def parse(arguments: Sequence[str]) -> ServeOptions | None:
     API key among them.
     """
     parser = build_parser()
-    known, rest = parser.parse_known_args(list(arguments))
+    words = list(arguments)
+    positional = _value_of("--engine", words) == "vllm-mlx"
+    known, rest = parser.parse_known_args(spare_model(words) if positional else words)
     if known.help:
         print_help(parser, ENGINES[known.engine])
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.formats import FORMATS, storage_format
 
 DURABLE_TOKENS = 64
+_WHOLE = re.compile(r"[+-]?\d+")
 
 Number = TypeVar("Number", int, float)
 
@@ -162,6 +164,18 @@ def add_serve_flags(parser: argparse.ArgumentParser) -> None:
         help="at the start read so much of the conversations that were used last into memory, "
         "half of what live ones may take at the most (default: as much as is stored)",
     )
+
+
+def spare_model(arguments: Sequence[str]) -> list[str]:
+    """The words for an engine whose model is one of them, a bare ``--durable`` with its number.
+
+    argparse would take the model behind it for the number.
+    """
+    words = list(arguments)
+    for at, (word, following) in enumerate(zip(words, [*words[1:], ""], strict=True)):
+        if word == "--durable" and not _WHOLE.fullmatch(following):
+            words[at] = f"--durable={DURABLE_TOKENS}"
+    return words
 
 
 def take_pion_flags(arguments: Sequence[str]) -> tuple[PionFlags, list[str]]:

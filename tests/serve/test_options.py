@@ -42,6 +42,17 @@ def test_durable_takes_a_number_or_none() -> None:
     assert parsed("--durable", "7").pion.durable_tokens == 7
 
 
+@pytest.mark.parametrize("number", ["", "64", "=64", "=7"])
+@pytest.mark.parametrize("engine", [["--engine", "vllm-mlx"], ["--engine=vllm-mlx"]])
+def test_a_bare_durable_leaves_the_model_behind_it_alone(engine: list[str], number: str) -> None:
+    durable = [f"--durable{number}"] if number[:1] in ("", "=") else ["--durable", number]
+    found = options.parse([*engine, *durable, "some/model", "--max-num-seqs", "4"])
+    assert found is not None
+    assert found.pion.durable_tokens == int(number.strip("=") or 64)
+    assert found.engine_arguments == ("some/model", "--max-num-seqs", "4")
+    assert options.parse([*engine, "some/model", *durable]).pion == found.pion  # type: ignore[union-attr]
+
+
 def test_all_that_the_budget_keeps_is_read_ahead_unless_told_otherwise() -> None:
     def preloaded(*words: str) -> int:
         flags = parsed(*words).pion
