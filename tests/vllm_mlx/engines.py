@@ -70,6 +70,17 @@ class Engine:
         # Every reply token goes through the model too, before the next is known.
         return reply, sum(self.forward_tokens[before:]) - count
 
+    def computed_all(
+        self, prompts: Sequence[Sequence[int]], count: int = REPLY_TOKENS
+    ) -> tuple[list[Reply], int]:
+        """Replies to prompts that arrive at once, and how many tokens of these were computed.
+
+        Where rests of several lengths are prefilled together their padding is counted, too.
+        """
+        before = len(self.forward_tokens)
+        replies = self.ask_all(prompts, count)
+        return replies, sum(self.forward_tokens[before:]) - count * len(prompts)
+
     def ask_and_leave(self, prompt: Sequence[int], after_tokens: int) -> None:
         """Ask, and abort once so many tokens of the prompt went through the model."""
 

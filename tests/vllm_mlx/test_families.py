@@ -78,12 +78,15 @@ def test_eight_clients_at_once_all_hit_and_get_the_reply_of_a_client_alone(famil
     with running_engine(FAMILIES[family]) as engine:
         # A prompt is kept at all but its last token: here the shared part.
         engine.ask([*shared, next(t for t in range(9) if t not in {p[80] for p in prompts})])
-        replies = engine.ask_all(prompts)
+        replies, computed = engine.computed_all(prompts)
         assert [reply.cached for reply in replies] == [len(shared)] * 8
         assert [reply.tokens for reply in replies] == expected
-        again = engine.ask_all(prompts)
+        rests = [len(prompt) - len(shared) for prompt in prompts]
+        assert sum(rests) <= computed <= len(rests) * max(rests)
+        again, computed = engine.computed_all(prompts)
         assert [reply.cached for reply in again] == [len(prompt) - 1 for prompt in prompts]
         assert [reply.tokens for reply in again] == expected
+        assert computed == len(prompts)
 
 
 @pytest.mark.usefixtures("uninstalled")
@@ -117,7 +120,7 @@ def test_a_new_engine_computes_only_what_no_engine_before_it_has_stored(
 
 
 @pytest.mark.usefixtures("uninstalled")
-@pytest.mark.parametrize("family", ["plain", "sliding window", "gated delta", "rwkv"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_eight_clients_of_a_new_engine_all_hit_what_an_old_one_has_stored(
     family: str, pion_server: RunningServer
 ) -> None:
@@ -127,9 +130,10 @@ def test_eight_clients_of_a_new_engine_all_hit_what_an_old_one_has_stored(
         expected = [engine.ask(prompt).tokens for prompt in prompts]
         assert engine.cache.save_to_disk("")
     with running_engine(FAMILIES[family]) as engine:
-        replies = engine.ask_all(prompts)
+        replies, computed = engine.computed_all(prompts)
     assert [reply.cached for reply in replies] == [len(prompt) - 1 for prompt in prompts]
     assert [reply.tokens for reply in replies] == expected
+    assert computed == len(prompts)
 
 
 @pytest.mark.usefixtures("uninstalled")
@@ -188,10 +192,16 @@ def test_a_stored_entry_is_not_changed_by_those_who_borrow_it() -> None:
         uninstall_vllm_mlx_backend()
         install_vllm_mlx_backend(settings=IN_PROCESS)
         with running_engine(FAMILIES[family]) as engine:
-            first = engine.ask(prompt)
-            engine.ask_all([[*prompt, *token_ids(9, seed=index)] for index in range(6)])
+            first, computed = engine.computed(prompt)
+            assert computed == len(prompt)
+            others = [token for token in range(9) if token != first.tokens[0]][:6]
+            borrowed, computed = engine.computed_all([[*prompt, *[one] * 9] for one in others])
+            held = len(prompt) - (family != "plain")  # a reply's cache can be cut, or not
+            assert [reply.cached for reply in borrowed] == [held] * len(others)
+            assert computed == len(others) * (len(prompt) + 9 - held)
             for _ in range(3):
-                assert engine.ask(prompt).tokens == first.tokens
+                again, computed = engine.computed(prompt)
+                assert (again.tokens, again.cached, computed) == (first.tokens, 89, 1)
 
 
 @pytest.mark.usefixtures("uninstalled")
