@@ -116,8 +116,10 @@ def main() -> None:
         wanted = forward(model, made[NATIVE], suffix)
         for lane, cache in made.items():
             found = wanted if lane == NATIVE else forward(model, cache, suffix)
-            if float(mx.abs(found - wanted).max()) > 1e-4:
-                raise SystemExit(f"{lane}: other logits")
+            differs = float(mx.abs(found - wanted).max())
+            if differs > 1e-4:
+                largest = float(mx.abs(wanted).max())
+                raise SystemExit(f"{lane}: logits differ by {differs:.2g}, of {largest:.2g}")
         sides = {lane: side(model, cache) for lane, cache in made.items()}
         seconds = alternate(sides, given.pairs, given.patience)
     per_step = {lane: [value / STEPS for value in values] for lane, values in seconds.items()}

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from .common import (
     Process,
@@ -60,6 +61,7 @@ class Reply:
 
     first: float
     rest: float
+    steps: list[float]
     text: str
     cached: int
     prompt: int
@@ -129,6 +131,7 @@ class Serve:
         return Reply(
             arrivals[0] - started,
             arrivals[-1] - arrivals[0],
+            list(np.diff(arrivals)),
             "".join(words),
             int(details.get("cached_tokens") or 0),
             int(usage["prompt_tokens"]),
@@ -260,7 +263,21 @@ def figures_of(
         "ttft_over_allowed_with_array_read": check(median / (allowed + arrays), 1, at_least=False),
         "decode_tokens_s": spread(rate[0], 1),
         "decode_ram_tokens_s": spread(rate[1], 1),
+        "decode_step_ms": {"ours": step_medians(ours), "ram": step_medians(ram)},
         "decode_ratio": {**decode, **check(decode["median"], DECODE_BAR, at_least=True)},
+    }
+
+
+def step_medians(replies: Sequence[Reply]) -> Json:
+    """Milliseconds between two tokens: the median of all; the mean of the first and of the last
+    16 of a reply, in the median of the replies; and their 99th percentile."""
+    steps = [np.array(reply.steps) * 1e3 for reply in replies]
+    together = np.concatenate(steps)
+    return {
+        "median": round(float(np.median(together)), 3),
+        "first_16": round(float(np.median([one[:16].mean() for one in steps])), 3),
+        "last_16": round(float(np.median([one[-16:].mean() for one in steps])), 3),
+        "p99": round(float(np.percentile(together, 99)), 3),
     }
 
 
