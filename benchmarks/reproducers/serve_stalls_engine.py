@@ -1,10 +1,11 @@
-"""The mlx-lm engine with a clock on its generation thread: ``--trace FILE``, then its own flags.
+"""An engine with a clock on its generation thread: ``mlx-lm|vllm-mlx FILE``, then its own flags.
 
 Of every step of the batch is noted when it began and ended, how many sequences it decoded and
 prefilled, and how long what is ours took since the step before, by the clock and of the thread's
-processor time: whatever the cache was asked for, tokenizing and planning included. The first
-line of the file are the names of the columns; one line a step follows, written when the engine
-ends.
+processor time: whatever the cache was asked for, tokenizing and planning included, and what is
+done of what waits, with a step (the piece that it carries) and behind it.  A reply that is not
+batched has its tokens for steps.  The first line of the file are the names of the columns; one
+line a step follows, written when the engine ends.
 """
 
 from __future__ import annotations
@@ -16,14 +17,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from pion_vllm_mlx.serve import engine_mlx_lm
-
-server: Any = importlib.import_module("mlx_lm.server")
 
 COLUMNS = (
     "began",
@@ -34,7 +31,10 @@ COLUMNS = (
     "ours_ms",
     "longest_call_ms",
     "cpu_ms",
+    "longest_call",
 )
+MLX_LM, VLLM_MLX = "mlx-lm", "vllm-mlx"
+ENGINES = (MLX_LM, VLLM_MLX)
 
 
 @dataclass
@@ -42,8 +42,8 @@ class Trace:
     """Steps of the batch, and what of ours lay between them."""
 
     path: Path
-    rows: list[tuple[float, ...]] = field(default_factory=list)
-    since_ms: list[float] = field(default_factory=list)
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    since: list[tuple[float, str]] = field(default_factory=list)
     cpu_ms: float = 0.0
     depth: int = 0
     thread: int = 0
@@ -60,7 +60,7 @@ class Trace:
             try:
                 return call(*args, **options)
             finally:
-                self.since_ms.append((time.perf_counter() - began) * 1e3)
+                self.since.append(((time.perf_counter() - began) * 1e3, call.__name__))
                 self.cpu_ms += (time.thread_time() - cpu) * 1e3
                 self.depth -= 1
 
@@ -71,47 +71,111 @@ class Trace:
 
         @functools.wraps(call)
         def stepped(batch: Any) -> Any:
-            self.thread = threading.get_ident()
-            ours, longest, cpu = sum(self.since_ms), max(self.since_ms, default=0.0), self.cpu_ms
-            self.since_ms.clear()
-            self.cpu_ms = 0.0
-            waiting = len(batch._generation_batch)
+            before, waiting = self._before(), len(batch._generation_batch)
             began = time.perf_counter()
             prompts, replies = call(batch)
-            ended = time.perf_counter()
-            row = (began, ended, len(replies), len(prompts), waiting, ours, longest, cpu)
-            self.rows.append(row)
+            self._note(began, (len(replies), len(prompts), waiting), before)
             return prompts, replies
 
         return stepped
+
+    def replies(self, call: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        """What generates a reply that is not batched: each of its tokens is a step."""
+
+        @functools.wraps(call)
+        def generated(*args: Any, **options: Any) -> Iterator[Any]:
+            responses, decoding = iter(call(*args, **options)), 0
+            while True:
+                before, began = self._before(), time.perf_counter()
+                response = next(responses, None)
+                if response is None:
+                    return
+                self._note(began, (1, 1 - decoding, decoding), before)
+                decoding = 1
+                yield response
+
+        return generated
 
     def write(self) -> None:
         """All of it."""
         lines = [json.dumps(COLUMNS), *(json.dumps(row) for row in self.rows)]
         self.path.write_text("\n".join(lines) + "\n")
 
+    def _before(self) -> tuple[float, float, float, str]:
+        """What of ours lay before the step that begins: together, the longest, CPU, its name."""
+        self.thread = threading.get_ident()
+        longest, name = max(self.since, default=(0.0, ""))
+        found = (sum(ms for ms, _ in self.since), longest, self.cpu_ms, name)
+        self.since.clear()
+        self.cpu_ms = 0.0
+        return found
 
-def watched(trace: Trace) -> None:
-    """Puts the clocks in their places."""
+    def _note(
+        self, began: float, counts: tuple[int, int, int], before: tuple[float, float, float, str]
+    ) -> None:
+        self.rows.append((began, time.perf_counter(), *counts, *before))
+
+
+def watched_mlx_lm(trace: Trace) -> Callable[[list[str]], int]:
+    """Puts the clocks into mlx-lm's engine; what runs it."""
+    from pion_vllm_mlx.serve import engine_mlx_lm
     from pion_vllm_mlx.serve.engine_mlx_lm_generator import Generator
+    from pion_vllm_mlx.serve.engine_mlx_lm_noted import Noted
     from pion_vllm_mlx.serve.lineage_cache import LineageCache
 
-    for kind, name in (
+    server: Any = importlib.import_module("mlx_lm.server")
+    clocked(
+        trace,
         (Generator, "_tokenize"),
         (Generator, "_next_request"),
         (LineageCache, "fetch_nearest_cache"),
         (LineageCache, "insert_cache"),
-    ):
-        setattr(kind, name, trace.ours(getattr(kind, name)))
+        (Noted, "_new"),
+        (Noted, "_keep"),
+    )
     server.BatchGenerator.next = trace.step(server.BatchGenerator.next)
+    server.stream_generate = trace.replies(server.stream_generate)
+    return engine_mlx_lm.main
+
+
+def watched_vllm_mlx(trace: Trace) -> Callable[[list[str]], int]:
+    """Puts the clocks into vllm-mlx's engine; what runs it."""
+    from mlx_lm.generate import BatchGenerator
+
+    from pion_vllm_mlx.cache import vllm_mlx_backend_prefill as prefill
+    from pion_vllm_mlx.cache.vllm_mlx_backend_cache import PionPrefixCache
+    from pion_vllm_mlx.serve import engine_vllm_mlx
+
+    clocked(
+        trace,
+        (PionPrefixCache, "fetch"),
+        (PionPrefixCache, "keep"),
+        (prefill, "_find_anchors"),
+        (prefill.PrefillWatch, "cut"),
+        (prefill.PrefillWatch, "_after_prompt"),
+        (prefill.PrefillWatch, "_after_token"),
+        (prefill.PrefillWatch, "_measure"),
+    )
+    kind: Any = BatchGenerator
+    kind.next = trace.step(kind.next)
+    return engine_vllm_mlx.main
+
+
+def clocked(trace: Trace, *places: tuple[Any, str]) -> None:
+    """Puts clocks on calls of ours, and on what is done with a step and behind it."""
+    from pion_vllm_mlx.cache.spread import Spread
+
+    spread = ((Spread, name) for name in ("carried", "stepped", "work", "finish"))
+    for owner, name in (*places, *spread):
+        method = vars(owner)[name]
+        setattr(owner, name, trace.ours(method))
 
 
 def main(words: list[str]) -> int:
     """The engine, traced."""
-    at = words.index("--trace")
-    trace = Trace(Path(words[at + 1]))
-    watched(trace)
-    code = engine_mlx_lm.main([*words[:at], *words[at + 2 :]])
+    trace = Trace(Path(words[1]))
+    run = watched_mlx_lm(trace) if words[0] == MLX_LM else watched_vllm_mlx(trace)
+    code = run(words[2:])
     trace.write()
     return code
 
