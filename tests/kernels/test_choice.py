@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +17,7 @@ from pion_vllm_mlx.kernels import api, choice
 from pion_vllm_mlx.kernels.choice import Request, Rule, choose, kernel_names, rule_of, table
 from tests.kernels import cases
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "reproducers" / "results"
 # One query of 32 heads over 8 KV heads of 128, bf16 in mlx arrays.
 ASKED = Request("attend", False, 16_384, 32, 8, 128, "bf16", False)
 HOST = replace(ASKED, host=True)
@@ -97,7 +101,11 @@ DECIDED: list[tuple[Request, str, str]] = [
     (replace(WIDE, operation="fused"), "cuda", "mlx"),
     (replace(WIDE, head_dim=512), "cuda", "mlx"),
     (replace(WIDE, num_rows=32), "cuda", "cuda"),
-    (replace(WIDE, num_tokens=2048), "cuda", "cuda"),
+    (replace(WIDE, num_tokens=2048), "cuda", "mlx"),
+    (replace(WIDE, num_tokens=2047), "cuda", "cuda"),
+    (replace(WIDE, head_dim=192), "cuda", "mlx"),
+    (replace(WIDE, head_dim=160), "cuda", "cuda"),
+    (replace(WIDE, head_dim=192, num_tokens=2048), "cuda", "cuda"),
     (replace(WIDE, quantized=True), "cuda", "cuda"),
     (replace(WIDE, operation="blocks"), "cuda", "cuda"),
     (SINGLE, "cuda", "mlx"),
@@ -113,6 +121,32 @@ DECIDED: list[tuple[Request, str, str]] = [
 @pytest.mark.parametrize(("request_", "device", "kernel"), DECIDED)
 def test_the_table_decides_as_measured(request_: Request, device: str, kernel: str) -> None:
     assert decided(request_, device) == kernel
+
+
+def measured() -> list[tuple[str, Request, str]]:
+    """Each row of the batched queries that a GPU was timed with, and what was faster there."""
+    rows = json.loads((RESULTS / "kernels_cuda-batched.json").read_text())["batched"]
+    found = []
+    for name, row in rows.items():
+        sizes = re.fullmatch(r"(\d+)/(\d+)x(\d+) (\w+) N=(\d+) M=(\d+)", name)
+        assert sizes, name
+        heads, kv_heads, dim, dtype, tokens, queries = sizes.groups()
+        request = Request(
+            *("attend", False, int(tokens), int(heads) * int(queries), int(kv_heads), int(dim)),
+            dtype={"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}[dtype],
+            quantized=False,
+        )
+        times = row["us"]
+        found.append((name, request, "cuda" if times["kernel"] <= times["expression"] else "mlx"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "request_", "faster"), measured())
+def test_the_faster_of_every_measured_row_is_chosen(
+    name: str, request_: Request, faster: str
+) -> None:
+    assert decided(request_, "cuda") == faster
+    assert decided(replace(request_, operation="fused"), "cuda") == faster
 
 
 def test_every_rule_of_the_table_decides_something() -> None:
