@@ -52,6 +52,7 @@ __all__ = [
     "Selection",
     "Suffix",
     "attend",
+    "attend_each",
     "attend_fused",
     "attend_sparse",
     "attend_sparse_auto",
@@ -100,6 +101,33 @@ def attend_fused(
     Query m sees the suffix positions ``t <= max(0, S - M) + m``.  With S = 0, or without a suffix,
     this is ``attend``.
     """
+    kernels, job = _dense_job(q, prefix, suffix, head_map, window)
+    return _returned(q, kernels.attend(job))
+
+
+def attend_each(
+    asked: Sequence[tuple[Array, Suffix | None]],
+    prefix: Prefix,
+    head_map: Array | None = None,
+    window: int = 0,
+) -> list[Attended]:
+    """``attend_fused`` of each query and its suffix over one prefix, equal to it to the bit.
+
+    What they read of the prefix is read once, as far as that changes nothing.
+    """
+    jobs = [_dense_job(q, prefix, suffix, head_map, window) for q, suffix in asked]
+    kernels = jobs[0][0]
+    if any(other is not kernels for other, _ in jobs):
+        return [attend_fused(q, prefix, suffix, head_map, window) for q, suffix in asked]
+    found = kernels.attend_each([job for _, job in jobs])
+    transfer.settle([array for one in found for array in (one.out, one.lse)])
+    return [_returned(q, one) for (q, _), one in zip(asked, found, strict=True)]
+
+
+def _dense_job(
+    q: Array, prefix: Prefix, suffix: Suffix | None, head_map: Array | None, window: int
+) -> tuple[Kernels, DenseJob]:
+    """The kernels for a dense query, and what they are given."""
     check_query(q, prefix, batched=True)
     suffix = _checked_suffix(suffix, prefix)
     asked = _asked(q, prefix, head_map, window)
@@ -111,7 +139,7 @@ def attend_fused(
         asked.start,
         transfer.suffix_for(kernels, suffix),
     )
-    return _returned(q, kernels.attend(job))
+    return kernels, job
 
 
 def attend_sparse(

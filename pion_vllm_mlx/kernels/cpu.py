@@ -1,23 +1,31 @@
 """The kernels on the processor: BLAS products over chunks of tokens, split over threads.
 
-The tokens a request sees are cut into chunks, the chunks dealt to a fixed number of strips.  A
-strip runs through its chunks with a running maximum, sum and output, as flash attention does; the
-strips' results are added up in order.  The cut depends on the shapes alone, never on the number of
-threads: equal requests give equal bytes.  A short query over plain rows is not cut at tokens; its
-heads are dealt to threads.
+The tokens that a request sees are cut into chunks, see ``chunks``.  A short query over plain rows
+is not cut at tokens; its heads are dealt to threads.  Several queries over one prefix go through
+its chunks together, each with products and sums of its own: equal requests give equal bytes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.kernels.heads import HeadGroups, head_groups
+from pion_vllm_mlx.kernels.chunks import (
+    LEAST_TOKENS,
+    Chunk,
+    attend_chunks,
+    chunks_of,
+    cost_of,
+    in_strips,
+    suffix_chunks,
+    tokens_of_chunk,
+)
+from pion_vllm_mlx.kernels.heads import head_groups
 from pion_vllm_mlx.kernels.host import Range, Rows
 from pion_vllm_mlx.kernels.problem import (
     Array,
@@ -34,137 +42,15 @@ from pion_vllm_mlx.kernels.problem import (
 )
 from pion_vllm_mlx.kernels.reference import top_blocks
 from pion_vllm_mlx.kernels.threads import cores, in_threads
-from pion_vllm_mlx.kernels.weighing import Running, weigh, weigh_codes, weigh_pieces
+from pion_vllm_mlx.kernels.weighing import Running, weigh, weigh_pieces
 from pion_vllm_mlx.kernels.widening import Floats, widened
 
-# Bytes of float32 keys in a chunk: widened ones have to stay in a core's cache, views need not.
-_WIDENED_BYTES = 512 * 1024
-_PLAIN_BYTES = 4 * 1024 * 1024
 # Of gathered rows: threads that take turns at short pieces wait for the interpreter's lock.
 _TAKEN_BYTES = 2 * 1024 * 1024
-_SCORE_VALUES = 512 * 1024
-_LEAST_TOKENS = 128  # a multiple of every tile
-_STRIPS = 16
-# Up to so many query rows of a KV head quantized rows are attended to as codes.
-_CODES_ROWS = 4
-# Below this a thread costs more than it saves: about a tenth of a millisecond.
-_INLINE_COST = 512 * 1024
 # Products with a vector are not cut at tokens below this, and a thread takes heads for this much.
 _INLINE_VECTOR_COST = 4 * 1024 * 1024
 _THREAD_VECTOR_COST = 1024 * 1024
 _MOST_PIECES = 16
-
-Item = TypeVar("Item")
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Rows to attend to at once: ``ranges`` of one source.
-
-    ``last_seen`` i64 ``[R]``: the last position each query row sees, None where it sees all.
-    """
-
-    keys: Rows
-    values: Rows
-    ranges: Sequence[Range]
-    last_seen: NDArray[np.int64] | None = None
-
-
-def attend_chunk(q: Floats, chunk: Chunk) -> Running:
-    """``q [U, R, D]`` (scaled) over one chunk."""
-    hidden = None
-    if chunk.last_seen is not None:
-        ((first, end),) = chunk.ranges
-        if end - 1 > chunk.last_seen.min():
-            hidden = (np.arange(first, end) > chunk.last_seen[:, None])[None]
-    if chunk.keys.is_quantized and q.shape[1] <= _CODES_ROWS:
-        return weigh_codes(q, chunk.keys.codes(chunk.ranges), chunk.values.codes(chunk.ranges))
-    return weigh(q, chunk.keys.read(chunk.ranges), chunk.values.read(chunk.ranges), hidden)
-
-
-def in_strips(items: Sequence[Item], work: Callable[[Item], Running], cost: float) -> Running:
-    """The sum of ``work`` over ``items``, in threads where the ``cost`` is worth it."""
-    each = -(-len(items) // _STRIPS)
-    strips = [items[at : at + each] for at in range(0, len(items), each)]
-
-    def run(strip: Sequence[Item]) -> Running:
-        with np.errstate(all="ignore"):
-            found = work(strip[0])
-            for item in strip[1:]:
-                found.add(work(item))
-            return found
-
-    results = [run(one) for one in strips] if cost < _INLINE_COST else in_threads(strips, run)
-    with np.errstate(all="ignore"):
-        for other in results[1:]:
-            results[0].add(other)
-    return results[0]
-
-
-def cost_of(num_tokens: int, shape: tuple[int, ...]) -> float:
-    """How much work it is to let queries of ``shape`` (U, R, D) see ``num_tokens`` each.
-
-    In values of K read; every further row of queries costs an eighth of reading them.
-    """
-    num_groups, num_rows, dim = shape
-    return num_tokens * num_groups * dim * (1 + num_rows / 8)
-
-
-def chunks_of(
-    rows: tuple[Rows, Rows], ranges: Sequence[Range], shape: tuple[int, ...]
-) -> list[Chunk]:
-    """Cut the tokens of ``ranges`` for queries of ``shape`` (U, R, D).
-
-    All chunks but the last are full, and that one is cut so that less than a tile is left over.
-    """
-    full = tokens_of_chunk(rows[0], shape)
-    left = sum(end - first for first, end in ranges)
-    chunks: list[Chunk] = []
-    pending: list[Range] = []
-    room = _chunk_size(left, full)
-    for first, end in ranges:
-        while first < end:
-            stop = min(end, first + room)
-            pending.append((first, stop))
-            room -= stop - first
-            left -= stop - first
-            first = stop
-            if room == 0:
-                chunks.append(Chunk(*rows, pending))
-                pending, room = [], _chunk_size(left, full)
-    return chunks
-
-
-def _chunk_size(left: int, full: int) -> int:
-    """Tokens of the next chunk where ``left`` are left to cut."""
-    if left >= full:
-        return full
-    return left // _LEAST_TOKENS * _LEAST_TOKENS or left
-
-
-def tokens_of_chunk(rows: Rows, shape: tuple[int, ...]) -> int:
-    """How many tokens fit a chunk for queries of ``shape`` (U, R, D)."""
-    num_groups, num_rows, dim = shape
-    row_bytes = 4 * num_groups * dim
-    by_bytes = (_PLAIN_BYTES if rows.is_plain else _WIDENED_BYTES) // row_bytes
-    by_scores = _SCORE_VALUES // (num_groups * num_rows)
-    return max(_LEAST_TOKENS, min(by_bytes, by_scores) // _LEAST_TOKENS * _LEAST_TOKENS)
-
-
-def suffix_chunks(
-    suffix: Suffix, groups: HeadGroups, shape: tuple[int, ...], num_queries: int
-) -> list[Chunk]:
-    """The chunks of a suffix, of which query m sees ``t <= max(0, S - M) + m``."""
-    rows = (
-        Rows(suffix.keys, heads=groups.used),
-        Rows(suffix.values, heads=groups.used, name="values"),
-    )
-    chunks = chunks_of(rows, [(0, suffix.num_tokens)], shape)
-    if num_queries == 1:
-        return chunks
-    last_seen = max(0, suffix.num_tokens - num_queries) + np.arange(num_queries)
-    last_seen = np.tile(last_seen, shape[1] // num_queries)
-    return [Chunk(one.keys, one.values, one.ranges, last_seen) for one in chunks]
 
 
 class Grouped:
@@ -204,35 +90,30 @@ class CpuKernels(Kernels):
     def attend(self, job: DenseJob) -> Attended:
         """Chunks of prefix and suffix under one softmax."""
         ranges = [(job.start, job.prefix.num_tokens)]
-        return self._attend_ranges(job, ranges)
+        return _attended([_laid_out(job, _rows_of(job), ranges)])[0]
+
+    def attend_each(self, jobs: Sequence[DenseJob]) -> list[Attended]:
+        """Those that are cut alike go through the chunks of the prefix side by side."""
+        first = jobs[0]
+        ranges = [(first.start, first.prefix.num_tokens)]
+        rows = _rows_of(first)
+        layouts = [_laid_out(job, rows, ranges) for job in jobs]
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for number, one in enumerate(layouts):
+            key = (one.grouped.rows.shape, len(one.chunks))
+            alike.setdefault(key, []).append(number)
+        found: dict[int, Attended] = {}
+        for numbers in alike.values():
+            results = _attended([layouts[number] for number in numbers])
+            found.update(zip(numbers, results, strict=True))
+        return [found[number] for number in range(len(jobs))]
 
     def attend_blocks(self, job: BlocksJob) -> Attended:
         """The selected blocks and the tail, gathered into chunks, and the suffix."""
         size = job.block_tokens
         starts = (job.start + block * size for block in job.blocks.tolist())
         ranges = _joined_ranges([*((at, at + size) for at in starts), *_tail(job)])
-        return self._attend_ranges(job, ranges)
-
-    def _attend_ranges(self, job: DenseJob | BlocksJob, ranges: Sequence[Range]) -> Attended:
-        prefix = job.prefix
-        grouped = Grouped(job.q, job.head_map, prefix.num_kv_heads)
-        used = grouped.groups.used
-        shape = grouped.rows.shape
-        rows = (
-            Rows(prefix.keys, prefix.table, used),
-            Rows(prefix.values, prefix.table, used, "values"),
-        )
-        pieces = _inline_pieces(rows, ranges, job.suffix, shape)
-        if pieces:
-            return grouped.returned(_weigh_heads(grouped.rows, pieces))
-        chunks = chunks_of(rows, ranges, shape)
-        if job.suffix is not None:
-            chunks += suffix_chunks(job.suffix, grouped.groups, shape, grouped.num_queries)
-        num_tokens = sum(end - first for one in chunks for first, end in one.ranges)
-        cost = cost_of(num_tokens, shape)
-        return grouped.returned(
-            in_strips(chunks, lambda chunk: attend_chunk(grouped.rows, chunk), cost)
-        )
+        return _attended([_laid_out(job, _rows_of(job), ranges)])[0]
 
     def attend_sparse(self, job: SparseJob) -> Attended:
         """Tokens gathered a head, in chunks of columns of the index."""
@@ -246,17 +127,18 @@ class CpuKernels(Kernels):
         keys = Rows(job.prefix.keys, job.prefix.table)
         values = Rows(job.prefix.values, job.prefix.table, name="values")
 
-        def work(columns: Range) -> Running:
+        def work(columns: Range) -> list[Running]:
             first, end = columns
             tokens = job.indices[:, first:end].astype(np.intp)
             unused = np.arange(first, end) >= job.counts[:, None]
             tokens[unused] = 0
             found_keys, found_values = (rows.take(kv_heads, tokens) for rows in (keys, values))
-            return weigh(q, found_keys, found_values, unused[:, None] if unused.any() else None)
+            hidden = unused[:, None] if unused.any() else None
+            return [weigh(q, found_keys, found_values, hidden)]
 
-        step = max(_LEAST_TOKENS, _TAKEN_BYTES // (4 * num_heads * dim))
+        step = max(LEAST_TOKENS, _TAKEN_BYTES // (4 * num_heads * dim))
         columns = [(at, min(width, at + step)) for at in range(0, width, step)]
-        running = in_strips(columns, work, cost_of(width, q.shape))
+        (running,) = in_strips(columns, work, cost_of(width, q.shape))
         with np.errstate(all="ignore"):
             return Attended(*running.finished()).shaped(job.q.shape)
 
@@ -299,6 +181,53 @@ class CpuKernels(Kernels):
         return top_blocks(scores, top)
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """A query and what it sees: a few pieces of K and V that are not cut, else chunks."""
+
+    grouped: Grouped
+    pieces: Sequence[tuple[Floats, Floats]]
+    chunks: Sequence[Chunk]
+
+
+def _rows_of(job: DenseJob | BlocksJob) -> tuple[Rows, Rows]:
+    """Both sides of the prefix, of the heads that are used."""
+    prefix = job.prefix
+    used = head_groups(job.head_map, prefix.num_kv_heads).used
+    keys = Rows(prefix.keys, prefix.table, used)
+    return keys, Rows(prefix.values, prefix.table, used, "values")
+
+
+def _laid_out(
+    job: DenseJob | BlocksJob, rows: tuple[Rows, Rows], ranges: Sequence[Range]
+) -> _Layout:
+    """The query and its chunks: those of ``ranges`` of the prefix, and of the suffix."""
+    grouped = Grouped(job.q, job.head_map, job.prefix.num_kv_heads)
+    shape = grouped.rows.shape
+    pieces = _inline_pieces(rows, ranges, job.suffix, shape)
+    if pieces:
+        return _Layout(grouped, pieces, ())
+    chunks = chunks_of(rows, ranges, shape)
+    if job.suffix is not None:
+        chunks += suffix_chunks(job.suffix, grouped.groups, shape, grouped.num_queries)
+    return _Layout(grouped, (), chunks)
+
+
+def _attended(layouts: Sequence[_Layout]) -> list[Attended]:
+    """The results of queries of one shape, with equally many chunks."""
+    if layouts[0].pieces:
+        return [one.grouped.returned(_weigh_heads(one.grouped.rows, one.pieces)) for one in layouts]
+    queries = [one.grouped.rows for one in layouts]
+    side_by_side = list(zip(*(one.chunks for one in layouts), strict=True))
+    num_tokens = sum(end - first for one in layouts[0].chunks for first, end in one.ranges)
+    running = in_strips(
+        side_by_side,
+        lambda chunks: attend_chunks(queries, chunks),
+        len(layouts) * cost_of(num_tokens, queries[0].shape),
+    )
+    return [one.grouped.returned(each) for one, each in zip(layouts, running, strict=True)]
+
+
 def _inline_pieces(
     rows: tuple[Rows, Rows], ranges: Sequence[Range], suffix: Suffix | None, shape: tuple[int, ...]
 ) -> list[tuple[Floats, Floats]]:
@@ -313,7 +242,7 @@ def _inline_pieces(
     return pieces if suffix is None else [*pieces, (suffix.keys, suffix.values)]
 
 
-def _weigh_heads(q: Floats, pieces: list[tuple[Floats, Floats]]) -> Running:
+def _weigh_heads(q: Floats, pieces: Sequence[tuple[Floats, Floats]]) -> Running:
     """``q [U, 1, D]`` over K and V ``[U, n, D]``, heads dealt to threads where that pays.
 
     Heads know nothing of each other: the bytes are the same, however many threads there are.

@@ -10,6 +10,7 @@ A kernel never sees a request as the caller gave it: ``api`` checks it first and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -187,6 +188,10 @@ class Kernels(ABC):
     @abstractmethod
     def attend(self, job: DenseJob) -> Attended:
         """Single query, batched queries, and the fusion with a suffix: one softmax over all."""
+
+    def attend_each(self, jobs: Sequence[DenseJob]) -> list[Attended]:
+        """``attend`` of every job, to the bit; all of one prefix, start and head map."""
+        return [self.attend(job) for job in jobs]
 
     @abstractmethod
     def attend_sparse(self, job: SparseJob) -> Attended:

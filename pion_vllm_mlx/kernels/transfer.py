@@ -5,7 +5,7 @@ bf16 is ``bfloat16`` in mlx and ``uint16`` bit patterns in numpy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -60,6 +60,14 @@ def _named(dtype: Any) -> str:
 def like(model: Array, array: Array) -> Array:
     """``array`` in the kind of ``model``; results of kernels, which know no bf16."""
     return to_host(array) if isinstance(model, np.ndarray) else to_mlx(array)
+
+
+def settle(arrays: Sequence[Array]) -> None:
+    """Have mlx evaluate its arrays at once: one after the other they would wait for each other."""
+    if not isinstance(arrays[0], np.ndarray):
+        import mlx.core as mx
+
+        mx.eval(list(arrays))
 
 
 def array_for(kernels: Kernels, array: Array) -> Array:

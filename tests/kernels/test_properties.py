@@ -54,6 +54,25 @@ def test_merging_any_split_equals_the_unsplit_result(to: Any, rng: np.random.Gen
         np.testing.assert_allclose(lse, whole[1], atol=1e-5)
 
 
+@pytest.mark.parametrize("stored", cases.STORED)
+def test_several_at_once_are_each_as_alone_to_the_bit(
+    to: Any, rng: np.random.Generator, stored: str
+) -> None:
+    head_map = np.array([0, 0, 1, 1], np.uint8)
+    prefix = prefix_in(cases.prefix(rng, (2, 5000, 64), stored), to)
+    asked: list[tuple[Any, Suffix | None]] = []
+    for rows, tokens in ((1, 0), (1, 3), (1, 3), (1, 700), (3, 0), (3, 5), (17, 2)):
+        tail = [to(cases.values(rng, (2, tokens, 64), "fp32")) for _ in range(2)]
+        q = to(cases.values(rng, (4, rows, 64), "fp32"))
+        asked.append((q, Suffix(*tail) if tokens else None))
+    for window in (0, 1300):
+        found = api.attend_each(asked, prefix, head_map, window)
+        for (q, suffix), one in zip(asked, found, strict=True):
+            alone = api.attend_fused(q, prefix, suffix, head_map, window)
+            for mine, theirs in zip(host(one), host(alone), strict=True):
+                assert mine.tobytes() == theirs.tobytes()
+
+
 def test_a_part_that_saw_nothing_adds_nothing(to: Any, rng: np.random.Generator) -> None:
     prefix = cases.prefix(rng, (2, 30, 32), "fp32")
     full = api.attend(to(cases.values(rng, (2, 32), "fp32")), prefix_in(prefix, to))

@@ -187,8 +187,8 @@ class BoundDense:
 
     @property
     def group(self) -> Hashable:
-        """Queries of one layer, window and head map share a pass: a suffix only of one query."""
-        if self.rows > (1 if self.asked.suffix else _MOST_SHARED_ROWS):
+        """Queries of one layer, window and head map go over its rows together."""
+        if self.rows > _MOST_SHARED_ROWS:
             return None
         heads = b"" if self.asked.head_map is None else self.asked.head_map.tobytes()
         return id(self.prefix), self.window, heads, self.asked.sizes.heads
@@ -202,20 +202,11 @@ class BoundDense:
         return api.attend_fused(asked.q, self.prefix, asked.suffix, asked.head_map, self.window)
 
     def together(self, others: Sequence[BoundDense]) -> list[Arrays]:
-        """One pass over the prefix for all; each suffix is attended for itself and merged."""
+        """Replies of all, each as if it were alone, to the last bit."""
         everyone = [one.asked.aligned() for one in (self, *others)]
-        q = np.concatenate([asked.q for asked in everyone], axis=1)
-        found = api.attend(q, self.prefix, self.asked.head_map, self.window)
-        if any(asked.suffix for asked in everyone):
-            tails = [asked.suffix_alone() for asked in everyone]
-            outs, lses = (np.concatenate(part, axis=1) for part in zip(*tails, strict=True))
-            found = api.merge([found, api.Attended(outs, lses)])
-        replies, at = [], 0
-        for asked in everyone:
-            rows = slice(at, at + asked.q.shape[1])
-            replies.append(asked.reply(api.Attended(found.out[:, rows], found.lse[:, rows])))
-            at = rows.stop
-        return replies
+        queries = [(asked.q, asked.suffix) for asked in everyone]
+        found = api.attend_each(queries, self.prefix, self.asked.head_map, self.window)
+        return [asked.reply(one) for asked, one in zip(everyone, found, strict=True)]
 
 
 class LongDense:

@@ -85,6 +85,9 @@ def test_waiting_queries_of_one_layer_share_a_pass_and_are_right(suffix: int) ->
             assert not any(one.done() for one in waiting)
         found = await asyncio.gather(*waiting)
         assert (engine.queries, engine.shared_passes) == (9, 1)
+        for request, (out,) in zip(requests, found, strict=True):
+            (alone,) = await engine.begin(request.bound(slot))
+            assert out.tobytes() == alone.tobytes()
         for q, one, (out,) in zip(queries, more, found, strict=True):
             wanted = oracle.fused(q, (KEYS, VALUES), one)
             np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
