@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pion_vllm_mlx.cache.connection import Address, RespConnection, info_fields
 from pion_vllm_mlx.cache.frame_connection import PING, FrameConnection
@@ -48,6 +49,7 @@ class BinaryLane:
         self._password = password
         self._lock = threading.Lock()
         self._frames: FrameConnection | None = None
+        self._place: tuple[str, int] | None = None
         self._given_up = False
 
     def usable(self) -> bool:
@@ -63,9 +65,10 @@ class BinaryLane:
     ) -> bytes | None:
         """The body of the reply; None after a failure of the lane, which is then given up.
 
-        Raises DeadlineExceeded for a server that is silent: that one is not asked again, on
-        another lane. Raises ColdMiss, and CommandError for a slot that is not there and for a
-        refusal.
+        It has failed, too, where nothing comes although the server answers ``silence``, and a new
+        connection to the lane gets no answer. Raises DeadlineExceeded for a server that is silent,
+        or computes for too long: that one is not asked again, on another lane. Raises ColdMiss,
+        and CommandError for a slot that is not there and for a refusal.
         """
         with self._lock:
             if self._frames is None:
@@ -73,7 +76,7 @@ class BinaryLane:
             self._frames.timeout = max(_WORK_SECONDS, self._client.seconds(num_bytes))
             if silence is not None:
                 self._frames.silence_seconds = silence.seconds
-                self._frames.on_silence = silence.ask
+                self._frames.on_silence = partial(self._listen, silence)
             try:
                 status, reply = self._frames.exchange(opcode, body)
             except DeadlineExceeded as error:
@@ -103,19 +106,37 @@ class BinaryLane:
     def _opened(self) -> FrameConnection | None:
         """A connection whose server answers PING, after AUTH where a password is known."""
         try:
-            place = self._client.endpoint.door.through(self._place)
-            if place is None or self._client.endpoint.workers() > 1:
+            self._place = self._client.endpoint.door.through(self._find)
+            if self._place is None or self._client.endpoint.workers() > 1:
                 return None
-            frames = FrameConnection(*place, _GREETING_SECONDS)
-            if self._password:
-                frames.call(_AUTH, self._password.encode())
-            frames.call(PING)
+            return self._greeted(self._place)
         except (PionError, OSError) as error:
             log.info("no binary lane: %s", error)
             return None
+
+    def _greeted(self, place: tuple[str, int]) -> FrameConnection:
+        """Raises PionError, OSError."""
+        frames, finished = FrameConnection(*place, _GREETING_SECONDS), False
+        try:
+            if self._password:
+                frames.call(_AUTH, self._password.encode())
+            frames.call(PING)
+            finished = True
+        finally:
+            if not finished:
+                frames.close()
         return frames
 
-    def _place(self, connection: RespConnection) -> tuple[str, int] | None:
+    def _listen(self, silence: Silence) -> None:
+        """Raises what ``silence`` raises; StoreUnavailable where the lane alone is silent."""
+        silence.ask()
+        assert self._place is not None
+        try:
+            self._greeted(self._place).close()
+        except (PionError, OSError) as error:
+            raise StoreUnavailable(f"it is silent, and the server is not: {error}") from error
+
+    def _find(self, connection: RespConnection) -> tuple[str, int] | None:
         """Host and port of the lane, where the server has one that belongs to this address."""
         fields = info_fields(connection.command("INFO", "server"))
         text = fields.get("binary_port", "")
