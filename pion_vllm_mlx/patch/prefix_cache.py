@@ -133,7 +133,8 @@ class PionPrefixCache:
             own = windowed(self.group.local[layer_idx], self.fa_window)
         self.selection = selection(self.sparse_mode)
         self.rows: Prefix | None = None
-        if own is not None and self.selection is not None and _is_plain(own):
+        if own is not None and self.selection is not None and type(own) is not RotatingKVCache:
+            self._refuse_sparse(own)
             keys, values = (a[..., :prefix_len, :] for a in (own.keys, own.values))
             self._part: tuple[mx.array, mx.array] = keys, values
             self.rows = Prefix(keys[0], values[0], prefix_len)
@@ -316,6 +317,14 @@ class PionPrefixCache:
                 "elsewhere"
             )
 
+    def _refuse_sparse(self, own: Any) -> None:
+        """Raises PionMlxCompatError for a cache whose rows do not lie as blocks are chosen."""
+        if type(own) is not KVCache:
+            raise PionMlxCompatError(
+                f"layer {self.layer_idx}: sparse_full_layers over a {type(own).__name__}; without "
+                "it the layer is attended densely"
+            )
+
     def limits(self, mask: Any, num_queries: int) -> Limits:
         """The windows of a query under a mask of ``make_mask``."""
         return Limits(mask.window if isinstance(mask, Causal) else None, self.ring)
@@ -354,10 +363,6 @@ def _is_cast(array: mx.array, handed: mx.array) -> bool:
     if array.shape != handed.shape:
         return False
     return bool(mx.array_equal(array, handed.astype(array.dtype)).item())
-
-
-def _is_plain(cache: Any) -> bool:
-    return type(cache) is KVCache
 
 
 def _new_cache() -> Any:

@@ -8,11 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import cache as caches
 from mlx_lm.models.cache import make_prompt_cache
 
 import pion_vllm_mlx
 from pion_vllm_mlx.cache import inproc
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
+from pion_vllm_mlx.errors import PionMlxCompatError
+from pion_vllm_mlx.patch.prefix_cache import PionPrefixCache, PrefixGroup
 from tests.models import WINDOW, tiny_model, token_ids
 from tests.patch.conftest import LANES, SUFFIX, Opener, alone, forwards, furthest
 from tests.serve.tiny_folder import make_folder
@@ -192,6 +195,21 @@ def test_a_length_that_is_no_number_of_tokens_is_refused_by_name(
     model = tiny_model("llama")
     with pytest.raises(TypeError, match="prefix_len is a whole number"):
         pion_vllm_mlx.make_pion_prompt_cache(model, "nothing", opened(model), length)
+
+
+@pytest.mark.parametrize("kind", ["ConcatenateKVCache", "ChunkedKVCache", "QuantizedKVCache"])
+def test_sparse_attention_over_a_cache_of_another_kind_is_refused_by_name(
+    opened: Opener, kind: str
+) -> None:
+    model, ids = tiny_model("llama"), token_ids(40)
+    pc = opened(model, "in-process")
+    pc.get_or_prefill(ids, f"kind {kind}")
+    group = PrefixGroup(pc, f"kind {kind}", len(ids))
+    make = getattr(caches, kind)
+    native = make(64) if kind == "ChunkedKVCache" else make()
+    with pytest.raises(PionMlxCompatError, match=f"layer 1: sparse_full_layers over a {kind}"):
+        PionPrefixCache(1, f"kind {kind}", pc, len(ids), None, {}, group=group, native=native)
+    PionPrefixCache(1, f"kind {kind}", pc, len(ids), None, None, group=group, native=native)
 
 
 def test_windowed_layers_are_never_sparse(opened: Opener) -> None:

@@ -22,6 +22,7 @@ from pion_vllm_mlx.server.attention.resident import Resident
 from pion_vllm_mlx.server.store.files import pread_exactly
 from pion_vllm_mlx.server.store.index import LayerRows, StateBlob, place_file
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, read_head, read_layer
+from pion_vllm_mlx.server.store.shapes import LayerSpec
 
 #: how formats of one number a value lie in memory; numpy has no bfloat16.
 _ITEMS = {"fp32": "<f4", "fp16": "<f2", "bf16": "<u2"}
@@ -58,9 +59,17 @@ class LayerPair:
         return max(_begin_of_last_rows(side, self.tokens) for side in (self.keys, self.values))
 
     def fits(self, heads: int, dim: int) -> bool:
-        """Whether rows of both sides are H x D values."""
-        sides = (self.keys.spec, self.values.spec)
-        return all(s.width == heads * dim and not s.fmt.startswith("raw:") for s in sides)
+        """Whether rows of both sides are H x D values, for all that is known of them."""
+        known = {spec.heads for spec in self._specs} - {0, heads}
+        return self.has_width(heads * dim) and not known
+
+    def has_width(self, width: int) -> bool:
+        """Whether rows of both sides are so many values."""
+        return all(s.width == width and not s.fmt.startswith("raw:") for s in self._specs)
+
+    @property
+    def _specs(self) -> tuple[LayerSpec, LayerSpec]:
+        return self.keys.spec, self.values.spec
 
     def kept_bytes(self, dtype: str, dim: int) -> int:
         """What ``read`` will take, about."""

@@ -103,8 +103,11 @@ async def kv_prefix_warm(context: Context, args: list[Arg]) -> Reply:
 def _fitting(
     sides: list[Session], heads: int, dim: int, only: int | None
 ) -> tuple[list[LayerPair], int]:
-    """The layers of that shape, and how many are of another one; ``only``: of one layer."""
-    fitting, others = [], 0
+    """The layers of that shape, and how many are of another one; ``only``: of one layer.
+
+    Raises CommandError where there is none because their rows are as wide, of other heads.
+    """
+    fitting, others, named = [], 0, ""
     for layer, keys in sorted(sides[0].layers.items()):
         values = sides[1].layers.get(layer)
         if values is None or only not in (None, layer):
@@ -112,8 +115,12 @@ def _fitting(
         pair = LayerPair.of(layer, keys, values)
         if not pair.fits(heads, dim):
             others += 1
+            if pair.has_width(heads * dim):
+                named = f"layer {layer} has rows of {keys.spec.heads} heads, not {heads}"
         elif pair.absent < pair.tokens:
             fitting.append(pair)
+    if named and not fitting:
+        raise CommandError(f"{WHERE}: {named}")
     return fitting, others
 
 

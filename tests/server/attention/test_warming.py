@@ -87,13 +87,8 @@ def test_rows_stored_head_by_head_are_the_same_rows(ask: Asking, fmt: str) -> No
         wire.ok("V.STOREBATCH", *words)
     assert wire.ask("KV.PREFIX.WARM", ns, HEADS, DIM) == "1"
     check(ask.at(layer=0), decoded(fmt, keys), decoded(fmt, values))
-    # the same rows as other heads
-    assert wire.ask("KV.PREFIX.WARM", ns, 4, 32, f"{ns}_attn") == "1"
-    q = normal(13, 4, 1, 32)
-    narrow = [decoded(fmt, part).transpose(1, 0, 2).reshape(ROWS, WIDTH) for part in (keys, values)]
-    wanted, _ = oracle.dense(q, *(by_head(part, 4) for part in narrow))
-    answer = ask.at(f"{ns}_attn", 0).query(q)
-    np.testing.assert_allclose(floats(answer, 4, 1, 32), wanted, rtol=0, atol=1e-5)
+    answer = wire.ask("KV.PREFIX.WARM", ns, 4, 32, f"{ns}_attn")
+    assert isinstance(answer, Refusal) and "rows of 2 heads, not 4" in answer
 
 
 def test_many_runs_and_rows_stored_over_others_are_read_as_they_show(ask: Asking) -> None:
@@ -139,6 +134,19 @@ def test_layers_of_another_width_are_counted_and_half_layers_are_not(ask: Asking
     assert wire.ask("KV.PREFIX.WARM", ns, 4, DIM) == "0 skipped_dim=3"
 
 
+def test_rows_of_other_heads_are_not_taken_for_as_wide_ones(ask: Asking) -> None:
+    wire, ns = ask.wire, ask.sid
+    register(wire, ns, "fp32", "HEADS", HEADS)
+    keys, values = rows_of(46), rows_of(47)
+    store(wire, ns, 0, keys, values)
+    answer = wire.ask("KV.PREFIX.WARM", ns, 2 * HEADS, DIM // 2)
+    assert isinstance(answer, Refusal)
+    assert f"layer 0 has rows of {HEADS} heads, not {2 * HEADS}" in answer
+    assert ask.at(layer=0).lookup() == "MISS"
+    assert wire.ask("KV.PREFIX.WARM", ns, HEADS, DIM) == "1"
+    check(ask.at(layer=0), by_head(keys), by_head(values))
+
+
 def test_rows_that_were_never_stored_are_not_attended(ask: Asking) -> None:
     wire, ns = ask.wire, ask.sid
     register(wire, ns, "fp32")
@@ -150,9 +158,19 @@ def test_rows_that_were_never_stored_are_not_attended(ask: Asking) -> None:
     windowed = ask.at(layer=0)
     check(windowed, by_head(keys), by_head(values), 90)
     check(windowed, by_head(keys), by_head(values), 17)
+    suffix = normal(53, HEADS, 3, DIM), normal(54, HEADS, 3, DIM)
+    auto = (HEADS, DIM, 8, 2, HEADS)
     for window in ((), (0,), (91,), (120,), (1000,)):
-        answer = windowed.query(Q, *window)
-        assert isinstance(answer, Refusal) and "fa_window must be 1 to 90" in answer
+        answers = [
+            windowed.query(Q, *window),
+            windowed.fused(Q, *suffix, b"", *window),
+            windowed.framed(Q, suffix, bytes(range(HEADS)), *window)[1].decode(),
+            windowed.command("QUERY_SPARSE_AUTO", *auto, Q[:, 0].tobytes(), b"", *window),
+        ]
+        for answer in answers:
+            assert "the first 30 of 120 tokens are not stored" in answer
+            assert "fa_window must be 1 to 90" in answer
+        assert isinstance(answers[0], Refusal)
     gap = ask.at(layer=1)
     check(gap, by_head(keys[40:]), by_head(values[40:]), 50)
     assert isinstance(gap.query(Q, 51), Refusal)
