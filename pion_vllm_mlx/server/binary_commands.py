@@ -18,13 +18,18 @@ from pion_vllm_mlx.server.attention import frames
 from pion_vllm_mlx.server.commands import attend_index
 from pion_vllm_mlx.server.memory.attend_index import IndexShape, NotStored
 from pion_vllm_mlx.server.memory.layer_store import Piece
+from pion_vllm_mlx.server.outbound import GATHER_BYTES
 from pion_vllm_mlx.server.session import Context
-from pion_vllm_mlx.wire.frames import MAX_BODY_BYTES, BodyReader, Status
+from pion_vllm_mlx.wire.frames import MAX_BODY_BYTES, BodyReader, Status, header
 
 Pieces: TypeAlias = list[Piece]
 Answer: TypeAlias = tuple[Status, Pieces]
 Outcome: TypeAlias = "Pieces | Awaitable[Pieces]"
 Handler: TypeAlias = Callable[[Context, BodyReader], Outcome]
+
+
+_OK = Status.OK
+_NOTHING = header(_OK, 0)
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,15 @@ def refusal(error: CommandError) -> Answer:
         return Status.MISS, []
     status = Status.COLDMISS if error.code == "COLDMISS" else Status.ERROR
     return status, [f"{error.code} {error.sentence}".encode("utf-8", "surrogateescape")]
+
+
+def short(answer: Answer) -> bytes:
+    """The reply as one piece; nothing where it is a long one."""
+    status, pieces = answer
+    if not pieces and status is _OK:
+        return _NOTHING
+    length = sum(len(piece) for piece in pieces)
+    return b"" if length > GATHER_BYTES else b"".join((header(status, length), *pieces))
 
 
 @_operation("ping", 0x03, 0xFF)

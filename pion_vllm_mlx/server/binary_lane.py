@@ -24,9 +24,10 @@ from pion_vllm_mlx.server.early_reply import EarlyReply
 from pion_vllm_mlx.server.farewell import Farewell
 from pion_vllm_mlx.server.linger import Linger
 from pion_vllm_mlx.server.long_arguments import LongInbound
-from pion_vllm_mlx.server.outbound import GATHER_BYTES, Stream, in_memory
+from pion_vllm_mlx.server.outbound import Stream, in_memory
 from pion_vllm_mlx.server.patience import Patience
 from pion_vllm_mlx.server.session import Client, Context, Server
+from pion_vllm_mlx.server.visiting import Visiting
 from pion_vllm_mlx.wire.frames import BodyReader, Frame, FrameParser, Status, header
 from pion_vllm_mlx.wire.loopback import is_loopback, unpaced
 from pion_vllm_mlx.wire.resp import BulkTarget, DiscardBulk
@@ -36,7 +37,6 @@ log = logging.getLogger(__name__)
 #: a long body that brings less than this in the stall time stands still.
 _STEP_BYTES = 64 << 10
 _OK = Status.OK
-_NOTHING = header(_OK, 0)
 _NO_BODY = BodyReader(b"")
 #: replies are written together up to here.
 GATHERED_REPLY_BYTES = 16 << 10
@@ -79,6 +79,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self._context = Context(server, self._client, self._go_on, answer_early=self._answer_early)
         self._early = EarlyReply()
         self._direct = DirectWriter(self._transport, server.store.run)
+        self._visiting = Visiting(self._context, self._direct, self._back)
         self._patience = Patience(server.config, self._client)
         self._progress = self._loop.time()
         if server.is_full:
@@ -94,7 +95,12 @@ class BinaryConnection(asyncio.BufferedProtocol):
         self.server.clients.pop(self._client.client_id, None)
         self.server.connections.pop(self._client.client_id, None)
         _release(self.parser.abandon())
-        if self._task is None:
+        self._visiting.end()
+        self._release_socket()
+
+    def _release_socket(self) -> None:
+        """The connection is lost: close the socket beside the transport's, once unused."""
+        if self._closed and self._task is None and not self._visiting.active:
             self._direct.release()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -177,7 +183,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
         replies = b""
         try:
             while self._task is None and not self._full:
-                frame = self.parser.next_frame()
+                frame = self._visiting.next_frame(self.parser)
                 if frame is None:
                     break
                 if replies and binary_commands.answers_early(frame.code):
@@ -211,7 +217,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
     def _pause_or_resume(self) -> None:
         if self._over or self._transport.is_closing():
             return
-        wanted = self.parser.get_buffer() is not None
+        wanted = not self._visiting.holds and self.parser.get_buffer() is not None
         if wanted and not self._reading:
             # the silence so far was ours
             self._progress = self._loop.time()
@@ -233,7 +239,10 @@ class BinaryConnection(asyncio.BufferedProtocol):
             self._client.active = time.monotonic()
             reader = BodyReader(_bytes_of(body)) if body else _NO_BODY
             if operation.early:
+                self._visiting.asks()
                 self._let_answer_early()
+            else:
+                self._visiting.streak = 0
             outcome = operation.handler(self._context, reader)
         except CommandError as error:
             answer = binary_commands.refusal(error)
@@ -250,7 +259,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
             answer = _OK, outcome
         if not isinstance(body, bytes):
             _release(body)
-        reply = _short(answer)
+        reply = binary_commands.short(answer)
         if not reply:
             self._start(self._stream(answer))
         return reply
@@ -269,7 +278,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
 
     def _answer_early(self, pieces: Pieces) -> None:
         """Send a short reply at once. On the thread that computed it."""
-        if reply := _short((_OK, pieces)):
+        if reply := binary_commands.short((_OK, pieces)):
             self._early.send(reply)
 
     async def _to_its_end(self, work: Awaitable[None]) -> None:
@@ -277,23 +286,46 @@ class BinaryConnection(asyncio.BufferedProtocol):
             await work
         finally:
             self._task = None
-            if self._closed:
-                self._direct.release()
+            self._release_socket()
         self._go_on()
 
     def _arrived(self, frame: Frame, outcome: asyncio.Future[Pieces]) -> None:
         """An operation has ended that needed no task; its reply may have left already."""
         self._task = None
         unsent = self._early.close()
-        if self._closed:
-            self._direct.release()
+        self._release_socket()
         if unsent is None:
             self._start(self._finish(outcome, frame))
             return
         _release(frame.body)
         if unsent and not self._closed:
             self._transport.write(unsent)
+        if self._answer_all() and self._visiting.may_begin():
+            self._visit()
+
+    def _visit(self) -> None:
+        """Leave the socket to the thread that attends, until it has something else to do."""
+        if self._reading:
+            self._reading = False
+            self._transport.pause_reading()
+        try:
+            self._visiting.begin()
+        except OSError:  # no descriptor is left
+            self._pause_or_resume()
+
+    def _back(self, unsent: bytes, goes_on: bool) -> None:
+        """A visit is over."""
+        self._progress = self._loop.time()
+        self._release_socket()
+        if self._over or self._closed:
+            return
+        if unsent:
+            self._transport.write(unsent)
+        if goes_on and not self._transport.is_closing():
+            self._visit()
+            return
         self._go_on()
+        self._pause_or_resume()
 
     async def _finish(self, pending: Awaitable[Pieces], frame: Frame) -> None:
         try:
@@ -305,7 +337,7 @@ class BinaryConnection(asyncio.BufferedProtocol):
         _release(frame.body)
         if self._closed:
             return
-        if reply := _short(answer):
+        if reply := binary_commands.short(answer):
             self._transport.write(reply)
         else:
             await self._stream(answer)
@@ -338,8 +370,8 @@ class BinaryConnection(asyncio.BufferedProtocol):
 
     @property
     def running(self) -> asyncio.Future[Any] | None:
-        """The operation that is being waited for."""
-        return self._task
+        """What is being waited for: an operation, or a thread that reads and answers."""
+        return self._task or self._visiting.active
 
     def close(self) -> None:
         self._over = True
@@ -348,15 +380,6 @@ class BinaryConnection(asyncio.BufferedProtocol):
     def abort(self) -> None:
         self._over = True
         self._transport.abort()
-
-
-def _short(answer: Answer) -> bytes:
-    """The reply as one piece; nothing where it is a long one."""
-    status, pieces = answer
-    if not pieces and status is _OK:
-        return _NOTHING
-    length = sum(len(piece) for piece in pieces)
-    return b"" if length > GATHER_BYTES else b"".join((header(status, length), *pieces))
 
 
 def _bytes_of(body: bytes | BulkTarget) -> bytes | memoryview:

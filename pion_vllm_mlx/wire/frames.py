@@ -60,6 +60,12 @@ def header(code: int, body_bytes: int) -> bytes:
     return _HEADER.pack(MAGIC, code, body_bytes)
 
 
+def header_of(received: memoryview) -> tuple[int, int, int]:
+    """Magic, code and length of the body that the first seven bytes say."""
+    magic, code, length = _HEADER.unpack_from(received)
+    return magic, code, length
+
+
 def frame(code: int, body: bytes = b"") -> bytes:
     """A whole frame, joined: for short bodies."""
     return header(code, len(body)) + body
@@ -125,6 +131,16 @@ class FrameParser:
             self._left -= n
         else:
             self._end += n
+
+    def take(self, received: memoryview) -> int:
+        """Take in bytes that were received elsewhere; for how many of them there was room."""
+        window = self.get_buffer()
+        if not window:
+            return 0
+        n = min(len(window), len(received))
+        window[:n] = received[:n]
+        self.buffer_updated(n)
+        return n
 
     def only_frame(self, n: int) -> Frame | None:
         """What ``n`` bytes received into the empty buffer are, if they are one short frame.
@@ -206,6 +222,10 @@ class BodyReader:
 
     def u32(self) -> int:
         return int.from_bytes(self._take(4), "little")
+
+    def fields(self, layout: struct.Struct) -> tuple[int, ...]:
+        """Several numbers at once."""
+        return layout.unpack(self._take(layout.size))
 
     def sid(self) -> bytes:
         """A length and as many bytes, at least one."""

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.attention import placement
 from pion_vllm_mlx.server.attention.engine import Engine
-from pion_vllm_mlx.server.attention.requests import Arrays, Auto, Request
+from pion_vllm_mlx.server.attention.requests import Arrays, Auto, BoundDense, Dense, Request
 from pion_vllm_mlx.server.attention.resident import (
     Blob,
     Resident,
@@ -156,6 +156,21 @@ class AttentionCache:
             return then(arrays)
 
         return self.engine.begin_then(request.bound(slot.held), answered, wanted)
+
+    def attended_now(self, key: Key, request: Dense) -> Arrays | None:
+        """The arrays of a query's reply, on the thread that attends.
+
+        None for what is not resident, or takes long: the event loop knows what to do with it.
+        Raises CommandError where the query does not fit.
+        """
+        slot = self.slots.warm.get(key)
+        work = None if slot is None else request.bound(slot.held)
+        if slot is None or not isinstance(work, BoundDense):
+            return None
+        arrays = work.alone()
+        self.slots.touch(key, slot)
+        self.engine.queries += 1
+        return arrays
 
     async def _fitting(self, key: Key, pending: Awaitable[Arrays]) -> Arrays:
         """Block statistics are made by the first query that needs them; looks at every slot."""

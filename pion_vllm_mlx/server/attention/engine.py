@@ -3,7 +3,8 @@
 MLX binds what it does to a thread, so all of it happens here; on a processor alone one
 thread is enough, too, as every kernel uses all cores. Queries that arrive while others are
 computed wait in a queue; those of one layer that can share a pass over its K/V do. Work
-that takes long is done in parts, and whoever waits has a turn between them.
+that takes long is done in parts, and whoever waits has a turn between them. While nobody does,
+the thread may read the queries of one connection itself, see ``visit``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.visit import Bell, Visit
 
 T = TypeVar("T")
 ResultT = TypeVar("ResultT")
@@ -91,6 +93,13 @@ class Engine:
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        #: what the thread has taken from the queue
+        self._waiting: deque[_Job] = deque()
+        self._unfinished: list[_Job] = []
+        self._bell: Bell | None = None
+        self._visits = 0
+        #: what was begun so far
+        self.begun = 0
         #: queries answered, and passes over K/V that answered several of them; the thread counts
         self.queries = 0
         self.shared_passes = 0
@@ -119,8 +128,35 @@ class Engine:
             )
             self._thread.start()
         done: asyncio.Future[T] = loop.create_future()
-        self._queue.put(_Job(work, done, wanted, then))
+        self.begun += 1
+        self._put(_Job(work, done, wanted, then))
         return done
+
+    def host(self, visit: Visit, wanted: Callable[[], bool]) -> asyncio.Future[None]:
+        """Have the thread answer a connection's queries itself while nobody else needs it."""
+        if self._bell is None:
+            self._bell = Bell()
+        visit.called_away, visit.bell = self._called_away, self._bell
+        self._visits += 1
+        done = self.begin(visit, wanted)
+        done.add_done_callback(self._visited)
+        return done
+
+    def _visited(self, done: asyncio.Future[None]) -> None:
+        self._visits -= 1
+
+    def ring(self) -> None:
+        """Have a visitor see whether it is still wanted."""
+        if self._bell is not None and self._visits:
+            self._bell.ring()
+
+    def _put(self, job: _Job | None) -> None:
+        self._queue.put(job)
+        self.ring()
+
+    def _called_away(self) -> bool:
+        """Whether there is anything else to do. On the thread."""
+        return bool(self._waiting or self._unfinished) or not self._queue.empty()
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function on the thread."""
@@ -128,35 +164,43 @@ class Engine:
 
     def close(self) -> None:
         """Compute nothing more, once what is being computed is done."""
-        self._queue.put(None)
+        self._put(None)
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
         """The thread: computes what is in the queue until None comes."""
-        waiting: deque[_Job] = deque()
-        unfinished: list[_Job] = []
-        while True:
-            while not (waiting or unfinished) or not self._queue.empty():
-                job = self._queue.get()
-                if job is None:
-                    return
-                waiting.append(job)
-                del job  # a name here would keep the K/V of the last query until the next
-            waiting.extend(unfinished)  # behind all that came during its last part
-            abandoned = _take_abandoned(waiting)
-            jobs = _next_group(waiting) if waiting else []
-            # what clients send may be no number: that is theirs, and nothing to warn of
-            with np.errstate(all="ignore"):
-                outcomes = _outcomes([job.work for job in jobs]) if jobs else []
-            unfinished, done = _sorted_out(jobs, outcomes)
-            self.queries += sum(_answers(job, outcome) for job, outcome in done)
-            self.shared_passes += len(done) > 1
-            done = [(job, _awaited(job, outcome)) for job, outcome in done]
-            try:
-                loop.call_soon_threadsafe(self._settle, done, abandoned)
-            except RuntimeError:
-                # the loop is closed, and nobody waits
-                return
-            del jobs, outcomes, done, abandoned
+        try:
+            while self._turn(loop):
+                pass
+        finally:
+            if self._bell is not None:
+                self._bell.close()
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Compute what is next; whether there is more to come."""
+        waiting = self._waiting
+        while not (waiting or self._unfinished) or not self._queue.empty():
+            job = self._queue.get()
+            if job is None:
+                return False
+            waiting.append(job)
+            del job  # a name here would keep the K/V of the last query until the next
+        waiting.extend(self._unfinished)  # behind all that came during its last part
+        self._unfinished = []
+        abandoned = _take_abandoned(waiting)
+        jobs = _next_group(waiting) if waiting else []
+        # what clients send may be no number: that is theirs, and nothing to warn of
+        with np.errstate(all="ignore"):
+            outcomes = _outcomes([job.work for job in jobs]) if jobs else []
+        self._unfinished, done = _sorted_out(jobs, outcomes)
+        self.queries += sum(_answers(job, outcome) for job, outcome in done)
+        self.shared_passes += len(done) > 1
+        done = [(job, _awaited(job, outcome)) for job, outcome in done]
+        try:
+            loop.call_soon_threadsafe(self._settle, done, abandoned)
+        except RuntimeError:
+            # the loop is closed, and nobody waits
+            return False
+        return True
 
     def _settle(self, done: Sequence[tuple[_Job, Any]], abandoned: Sequence[_Job]) -> None:
         """Hand over results, on the event loop."""

@@ -120,7 +120,7 @@ class SlotTable(Generic[HeldT]):
 
     def find(self, key: Key) -> Slot[HeldT]:
         """The resident slot; does not count as access. Raises ColdMiss, NotStored."""
-        self._catch_up()
+        self.catch_up()
         slot = self.warm.get(key)
         if slot is not None:
             return slot
@@ -135,8 +135,8 @@ class SlotTable(Generic[HeldT]):
         """
         self._touched.append((key, weakref.ref(slot)))
 
-    def _catch_up(self) -> None:
-        """Bring the order of ``warm`` up to date."""
+    def catch_up(self) -> None:
+        """Bring the order of ``warm`` up to date with what was touched."""
         while self._touched:
             key, slot = self._touched.popleft()
             if key in self.warm and self.warm[key] is slot():
@@ -174,7 +174,7 @@ class SlotTable(Generic[HeldT]):
         Raises OutOfMemory, and then nothing has changed, for what does not fit at all.
         """
         self.check_fits(key.sid, slot.held.nbytes)
-        self._catch_up()
+        self.catch_up()
         self.warm.pop(key, None)
         if self.cold.pop(key, None) is not None and rehydrates:
             self.counters.rehydrates += 1
@@ -189,7 +189,7 @@ class SlotTable(Generic[HeldT]):
         What queries derived from it may push out others, but is given up where it would not
         fit even alone, or not ``keep_derived``.
         """
-        self._catch_up()
+        self.catch_up()
         quota = self._quota_of(newest.sid)
         slot = self.warm.get(newest)
         limits = [one for one in (quota, self.budget) if one] if keep_derived else [0]
@@ -209,7 +209,7 @@ class SlotTable(Generic[HeldT]):
 
     def spare(self, nbytes: int) -> None:
         """Demote until so many bytes came free, or nothing is left."""
-        self._catch_up()
+        self.catch_up()
         while nbytes > 0 and self.warm:
             nbytes -= self._demote(None, by_bytes=True)
 
