@@ -152,6 +152,7 @@ def _cache_class(
         def __init__(self, model: Any, config: Any) -> None:
             super().__init__(model, config, settings)
             anchors.wanted = anchors.wanted or self.wants_anchors
+            self.ahead = anchors.ahead
             caches.add(self)
 
     return InstalledPrefixCache

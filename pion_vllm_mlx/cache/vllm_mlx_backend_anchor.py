@@ -41,6 +41,14 @@ class AnchorTexts:
             if tools is not None:
                 _put(self._tools, prompt, tools)
 
+    def ahead(self, prompt: str, tokenizer: Any) -> None:
+        """Has what a prompt is compared with tokenized before it is: not by who generates."""
+        for texts in (self._system, self._tools):
+            with self._lock:
+                text = texts.get(prompt)
+            if text is not None:
+                self._tokens_of(text, tokenizer)
+
     def length(self, prompt: str, ids: Sequence[int], tokenizer: Any) -> int | None:
         """The anchor of a prompt; None where it has no system part."""
         return self._shared(self._system, prompt, ids, tokenizer) or None
@@ -57,14 +65,16 @@ class AnchorTexts:
     ) -> int:
         with self._lock:
             text = texts.get(prompt)
-            known = self._tokens.get(text or "")
-        if text is None:
-            return 0
+        return anchor_length(self._tokens_of(text, tokenizer), ids) if text is not None else 0
+
+    def _tokens_of(self, text: str, tokenizer: Any) -> list[int]:
+        with self._lock:
+            known = self._tokens.get(text)
         if known is None:
             known = [int(token) for token in tokenizer.encode(text)]
             with self._lock:
                 _put(self._tokens, text, known)
-        return anchor_length(known, ids)
+        return known
 
 
 def patch_chat_template(replacements: Replacements, anchors: AnchorTexts) -> None:

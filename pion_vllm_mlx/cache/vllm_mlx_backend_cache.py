@@ -74,6 +74,8 @@ class PionPrefixCache:
         #: whether the steps of a batch carry what is in ``spread``; else it is done at once.
         self.in_steps = False
         self._ahead = ReadAhead(self._beside)
+        #: finds out on the thread beside what else is to be known of a prompt, of its text
+        self.ahead: Callable[[str, Any], None] = lambda prompt, tokenizer: None
         self._looked_up = LookedUp()
         self._closed = False
 

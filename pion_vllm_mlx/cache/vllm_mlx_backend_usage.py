@@ -130,10 +130,13 @@ async def _look_up(core: Any, prompt: Any) -> Lookup | None:
     options = cache.settings.options
     if options is None:
         return None
-    encode = core.scheduler._actual_tokenizer.encode
+    tokenizer = core.scheduler._actual_tokenizer
 
     def look_up() -> Lookup | None:
-        return cache.look_up(encode(prompt) if isinstance(prompt, str) else prompt)
+        if isinstance(prompt, str):
+            cache.ahead(prompt, tokenizer)
+            return cache.look_up(tokenizer.encode(prompt))
+        return cache.look_up(prompt)
 
     looking, found = cache.beside(look_up), None
     waits = MOST_DEADLINES * options.deadline_seconds

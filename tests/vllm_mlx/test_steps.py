@@ -25,7 +25,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_prefill import PrefillWatch  # noqa: E
 from pion_vllm_mlx.cache.vllm_mlx_backend_steps import Steps  # noqa: E402
 from tests.conftest import RunningServer  # noqa: E402
 from tests.models import tiny_model, token_ids  # noqa: E402
-from tests.vllm_mlx.engines import running_engine  # noqa: E402
+from tests.vllm_mlx.engines import running_engine, word_tokenizer  # noqa: E402
 from tests.vllm_mlx.families import FAMILIES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("uninstalled")
@@ -199,6 +199,28 @@ def test_an_engine_that_has_started_has_its_store_open(pion_server: RunningServe
     installed(pion_server)
     with running_engine(FAMILIES["plain"], max_kv_size=64) as engine:
         assert engine.cache._store is None  # such caches live in the process only
+
+
+def test_what_a_prompt_is_compared_with_is_tokenized_beside(pion_server: RunningServer) -> None:
+    """The thread that generates finds the anchor of a chat without reading any text."""
+    installed(pion_server)
+    words = [f"w{token}" for token in token_ids(120, seed=570)]
+    prompt, system = " ".join(words), " ".join([*words[:80], "w7 w8"])
+    tokenizer, threads = word_tokenizer(), []
+    encode = tokenizer.encode
+
+    def noted(text: str) -> Any:
+        threads.append((text == system, threading.current_thread().name))
+        return encode(text)
+
+    tokenizer.encode = noted
+    with running_engine(FAMILIES["plain"], tokenizer) as engine:
+        engine.cache.ahead.__self__.remember(prompt, system)
+        request = engine.loop.run_until_complete(engine.core.add_request(prompt))
+        found = engine.core.scheduler.requests[request].pion_anchor
+        engine.loop.run_until_complete(engine.core.abort_request(request))
+        assert found == 78
+    assert [thread for of_system, thread in threads if of_system] == ["pion-beside"]
 
 
 def test_an_engine_starts_without_a_store_that_cannot_be_reached() -> None:
