@@ -1,39 +1,21 @@
-"""Every family of models over HTTP: the same tokens as without a cache, and what was reused.
-
-The reply to compare with is computed here, by mlx-lm alone, in one go.  How many tokens went
-through the engine's model is counted in its process: those that are said to be reused must
-be missing there.
-"""
+"""Every family of models over HTTP: the same tokens as without a cache, and what was reused."""
 
 from __future__ import annotations
 
 import functools
-import importlib
-import inspect
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from tests.conftest import running_server
-from tests.real_model import alone, same_tokens
-from tests.serve.engines import Engine, Reply, running_engine
+from tests.serve.engines import Reply
+from tests.serve.served import LIMIT, ROWS, SEEDED, STATES, Served, serving
 
 pytest.importorskip("mlx_lm")
 
 TEXT = "The quick brown fox jumps over the lazy dog and naps. " * 11
-LIMIT = 6
 MIN_GAIN = 16
-ROWS = ("llama", "gemma3_text", "deepseek_v3", "quantized")
-STATES = ("qwen3_5", "mamba", "rwkv7", "falcon_h1")
-#: the flags of an engine that quantizes its KV caches, and the same for ``stream_generate``.
-QUANTIZED = ("--kv-bits", "8", "--kv-group-size", "32", "--quantized-kv-start", "0")
-QUANTIZING = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
-#: what other splits of a prefill may change of the logits where rows are rounded in between.
-ROUNDED = 0.1
-SEEDED = {"seed": 5}
 CHATS: dict[str, list[dict[str, Any]]] = {
     name: [
         {"role": "system", "content": "You are terse. " * 6},
@@ -43,61 +25,11 @@ CHATS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@dataclass
-class Served:
-    """An engine, and mlx-lm on the same model."""
-
-    engine: Engine
-    model: Any
-    tokenizer: Any
-
-    @property
-    def quantized(self) -> bool:
-        """Whether the engine quantizes its caches; it batches nothing then."""
-        return self.engine.model.name == "quantized"
-
-    def check(self, reply: Reply, prompt: list[int]) -> None:
-        """That a reply is what mlx-lm answers without any cache."""
-        how: dict[str, Any] = QUANTIZING if self.quantized else {}
-        expected = alone(self.model, self.tokenizer, prompt, LIMIT, **how)
-        same_tokens(reply.tokens, expected, ROUNDED if self.quantized else 0.0)
-
-    def complete(self, text: str, **more: Any) -> Reply:
-        """A completion, proved against mlx-lm alone."""
-        return self._proved(self.engine.complete(text, LIMIT, **more), self.tokenizer.encode(text))
-
-    def chat(self, messages: list[dict[str, Any]], **more: Any) -> Reply:
-        """A turn of a chat, proved against mlx-lm alone."""
-        prompt = self.tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True
-        )
-        return self._proved(self.engine.chat(messages, LIMIT, **more), list(prompt))
-
-    def _proved(self, reply: Reply, prompt: list[int]) -> Reply:
-        self.check(reply, prompt)
-        assert reply.prompt == len(prompt)
-        assert reply.forward == reply.prompt - reply.cached + reply.usage["completion_tokens"]
-        assert reply.receipt["reused_tokens"] == reply.cached
-        return reply
-
-
 @pytest.fixture(scope="module", params=[*ROWS, *STATES])
 def served(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Served]:
     """One engine a family, over a server of its own."""
-    from mlx_lm import load
-
-    from tests.serve.tiny_folder import make_folder
-
-    folder, flags = tmp_path_factory.mktemp("engine"), ()
-    if request.param == "quantized":
-        flags = QUANTIZED
-        if "--kv-bits" not in inspect.getsource(importlib.import_module("mlx_lm.server")):
-            pytest.skip("this mlx-lm's server quantizes no caches")
-    model = make_folder(folder / request.param, "llama" if flags else request.param)
-    with running_server(folder / "data") as server:
-        store = ("--pion-host", "127.0.0.1", "--pion-port", str(server.port))
-        with running_engine(folder, model, *store, flags=flags) as engine:
-            yield Served(engine, *load(str(model))[:2])
+    with serving(tmp_path_factory.mktemp("engine"), request.param) as running:
+        yield running
 
 
 def rows_anywhere(served: Served) -> bool:
@@ -155,13 +87,12 @@ def test_a_tool_turn_is_cut_and_kept_too(served: Served) -> None:
         {"role": "assistant", "content": "so", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "t", "content": "found it"},
     ]
-    engine = served.engine
-    first = engine.chat(turn, LIMIT, tools=tools)
-    again = engine.chat(turn, LIMIT, tools=tools)
-    assert (again.text, again.cached) == (first.text, first.prompt - 1)
+    first = served.chat(turn, tools)
+    assert first.cached < 64
+    assert served.chat(turn, tools).cached == first.prompt - 1
     longer = [*turn[:2], {"role": "tool", "tool_call_id": "t", "content": "found it, and more"}]
     # The guard lies sixteen tokens before the end of the prompt.
-    assert engine.chat(longer, LIMIT, tools=tools).cached >= first.prompt - 16 - 16
+    assert served.chat(longer, tools).cached >= first.prompt - 16 - 16
 
 
 def test_prompts_of_different_lengths_at_once_get_what_each_would_get_alone(
