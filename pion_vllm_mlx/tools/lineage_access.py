@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.lineage.by_blocks import is_unknown
 from pion_vllm_mlx.cache.lineage.client import (
     LineageClient,
     as_int,
@@ -170,7 +171,7 @@ class Shelf:
         """Raises StoreUnavailable where a server cannot have any."""
         names = Names("0")
         (reply,) = self.client.pipeline(names.route, [("KV.PREFIX.LONGEST", names.index, b"")])
-        if isinstance(reply, CommandError):
+        if isinstance(reply, CommandError) and not is_unknown(reply):
             raise no_lineages(reply)
 
     def _segments(self, members: list[str]) -> dict[str, Segment]:

@@ -36,6 +36,8 @@ class LineageClient(StoreClient):
     def __init__(self, endpoint: Endpoint, deadline_seconds: float) -> None:
         super().__init__(endpoint, deadline_seconds)
         self._local = threading.local()
+        #: whether it was said that the server has no KV.PREFIX.LONGEST
+        self.told_no_longest = False
 
     @contextmanager
     def within(self, seconds: float) -> Iterator[None]:

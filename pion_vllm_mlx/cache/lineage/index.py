@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +33,7 @@ import numpy as np
 
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage.blocks import common_tokens, root_field
+from pion_vllm_mlx.cache.lineage.by_blocks import is_unknown, segments_by_blocks
 from pion_vllm_mlx.cache.lineage.client import (
     LineageClient,
     as_int,
@@ -42,6 +44,8 @@ from pion_vllm_mlx.cache.lineage.client import (
 from pion_vllm_mlx.cache.lineage.coverage import Ranges, Window, from_text
 from pion_vllm_mlx.cache.lineage.types import KEEP_KINDS, Checkpoint, KeepKind, Piece
 from pion_vllm_mlx.errors import CommandError, DamagedData
+
+log = logging.getLogger(__name__)
 
 LRU_KEY, SIZES_KEY, ANCHORS_KEY = "pps:lru", "pps:sizes", "pps:anchors"
 WAY = "way"
@@ -239,11 +243,23 @@ class Index:
             commands.append(("HGET", self.names.key("roots"), first))
         longest, *root = self._client.pipeline(self.names.route, commands, tokens.nbytes)
         if isinstance(longest, CommandError):
-            raise no_lineages(longest) from longest
+            if not is_unknown(longest):
+                raise no_lineages(longest) from longest
+            held = self._held_by_blocks(tokens)
+            return (held if held >= 0 or not root else as_int(as_text(root[0]))), 0
         length, namespace, _ = require_array(longest, "KV.PREFIX.LONGEST")
         if namespace is not None and length:
             return as_int(as_text(namespace).rpartition("s")[2]), as_int(length, 0)
         return as_int(as_text(root[0])) if root else -1, 0
+
+    def _held_by_blocks(self, tokens: TokenIds) -> int:
+        """The segment of the longest block, of those that are there; -1 where there is none."""
+        if not self._client.told_no_longest:
+            self._client.told_no_longest = True
+            log.warning("the server has no KV.PREFIX.LONGEST: prefixes are found by their blocks")
+        numbers = segments_by_blocks(self._client, self.names, tokens)
+        held = zip(numbers, self.segments(numbers) if numbers else (), strict=True)
+        return next((number for number, segment in held if segment is not None), -1)
 
     def _read(
         self, number: int, *, is_held: bool = False

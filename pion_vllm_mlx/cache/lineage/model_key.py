@@ -1,4 +1,10 @@
-"""The key of a model's lineages, read once and again when the model changes."""
+"""The key of a model's lineages, read once and again when the model changes.
+
+Tokenizer and chat template are no parts of it.  What is stored is found by token ids, which are
+compared before a hit, and K/V depend on the ids alone: another template or tokenizer gives other
+ids, and so a miss from there on, or the same ids, and then the same rows.  As parts of the key
+they would take every conversation from who changes a word of the template's closing lines.
+"""
 
 from __future__ import annotations
 
