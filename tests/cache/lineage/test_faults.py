@@ -137,6 +137,7 @@ def test_equal_addresses_of_two_models_are_told_apart_by_their_keys(
     ids = prompt(100, 16)
     first.turn(ids, reply=1)
     assert first.store is not None and first.store.flush()
+    assert first.turn(ids, reply=1).reused == 99
     store = open_store(model, own, key_parts={"tenant": "b"})
     match = store.match(ids)
     assert match.length == 99 and store.restore(match) is None
@@ -155,6 +156,7 @@ def test_a_segment_counts_only_behind_the_tokens_it_was_computed_behind(
     for ids in ([*left, *prompt(64, 20)], [*left, *own_part], [*right, *prompt(64, 21)]):
         engine.turn([*ids, 1], reply=1)
         assert store.flush()
+    assert engine.turn([*left, *own_part, 5], reply=1).reused == 128, "behind its own parent"
     mid = store.conversations()[0].id.partition(":")[0]
     digests = block_digests(as_ids([*right, *own_part]))
     with RespConnection(Address(port=own.port)) as raw:

@@ -56,7 +56,7 @@ def test_what_was_thinned_is_not_counted_any_more(opened: Opener) -> None:
     ids = prompt(300, 2)
     for edit in range(6):
         ids = [*ids[:-10], *prompt(300, 300 + edit)] if edit else ids
-        engine.turn(ids, reply=1)
+        assert (engine.turn(ids, reply=1).reused > 0) == (edit > 0)
         assert store.flush(60)
     size = {
         one.number: one.size
@@ -99,13 +99,13 @@ def test_a_conversation_that_shares_only_the_beginning_thins_out_nothing_of_anot
     engine = Engine(model, store)
     first = prompt(300, 4)
     for turn in range(3):
-        engine.turn(first, reply=1)
+        assert engine.turn(first, reply=1).reused == (300 * turn - 1 if turn else 0)
         assert store.flush(60)
         first = [*first, *prompt(300, 600 + turn)]
     before = states_of(chain_of(store, first))
     other = [*prompt(300, 4)[:200], *prompt(300, 5)]
     for turn in range(3):
-        engine.turn(other, reply=1)
+        assert engine.turn(other, reply=1).reused == (200 + 300 * turn - 1 if turn else 0)
         assert store.flush(60)
         other = [*other, *prompt(300, 700 + turn)]
     kept = states_of(chain_of(store, first))
