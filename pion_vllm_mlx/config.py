@@ -239,6 +239,15 @@ def child_environment(prepend: Mapping[str, str]) -> dict[str, str]:
     return env
 
 
+def single_threaded_products() -> None:
+    """Have numpy's BLAS, where it is not loaded yet, start no threads; what the user chose stays.
+
+    Kernels on the processor deal their work to threads of their own. Those of a BLAS would turn
+    for tens of milliseconds behind every product, on processors that others need.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def forced_kernel() -> str | None:
     """The name of the attention kernels to use whatever the table of choices says."""
     return os.environ.get("PION_KERNEL") or None

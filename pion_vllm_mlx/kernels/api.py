@@ -39,6 +39,7 @@ from pion_vllm_mlx.kernels.problem import (
     DenseJob,
     Kernels,
     Prefix,
+    Repeated,
     Selection,
     SparseJob,
     Suffix,
@@ -49,6 +50,7 @@ __all__ = [
     "Attended",
     "BlockStatistics",
     "Prefix",
+    "Repeated",
     "Selection",
     "Suffix",
     "attend",
@@ -60,6 +62,7 @@ __all__ = [
     "dense_prefix",
     "device_prefix",
     "merge",
+    "repeated",
     "select_blocks",
 ]
 
@@ -122,6 +125,34 @@ def attend_each(
     found = kernels.attend_each([job for _, job in jobs])
     transfer.settle([array for one in found for array in (one.out, one.lse)])
     return [_returned(q, one) for (q, _), one in zip(asked, found, strict=True)]
+
+
+def repeated(
+    q: Array, prefix: Prefix, head_map: Array | None = None, window: int = 0
+) -> Repeated | None:
+    """What answers further queries of the shape of ``q``, each with a suffix or None.
+
+    Equal to ``attend_fused`` to the bit, without checking and finding out again what does not
+    change: Q must have the shape and the type of ``q``, a suffix at least one token. For a suffix
+    that does not fit what comes back raises CommandError. None where nothing would be gained.
+    """
+    asked = _asked(q, prefix, head_map, window)
+    kernels = _kernels("attend", asked)
+    alike = kernels is _kernels("fused", asked) and prefix.is_host
+    if not alike or not kernels.host or not isinstance(q, np.ndarray):
+        return None
+    check_query(q, prefix, batched=True)
+    answer = kernels.repeated(DenseJob(q, prefix, asked.head_map, asked.start))
+    if answer is None:
+        return None
+    found: Repeated = answer
+
+    def checked(q: Array, suffix: Suffix | None) -> Attended:
+        if suffix is not None:
+            check_suffix(suffix, prefix)
+        return found(q, suffix)
+
+    return checked
 
 
 def _dense_job(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from pion_vllm_mlx.kernels.chunks import (
     suffix_chunks,
     tokens_of_chunk,
 )
-from pion_vllm_mlx.kernels.heads import head_groups
+from pion_vllm_mlx.kernels.heads import HeadGroups, head_groups
 from pion_vllm_mlx.kernels.host import Range, Rows
 from pion_vllm_mlx.kernels.problem import (
     Array,
@@ -35,6 +35,7 @@ from pion_vllm_mlx.kernels.problem import (
     DenseJob,
     Kernels,
     Prefix,
+    Repeated,
     Selector,
     SparseJob,
     Suffix,
@@ -56,8 +57,8 @@ _MOST_PIECES = 16
 class Grouped:
     """The query rows of each KV head, scaled: ``rows [U, G * M, D]``, and the way back."""
 
-    def __init__(self, q: Array, head_map: NDArray[np.uint8], num_kv_heads: int) -> None:
-        self.groups = head_groups(head_map, num_kv_heads)
+    def __init__(self, q: Array, groups: HeadGroups) -> None:
+        self.groups = groups
         self._shape = q.shape
         q = widened(with_queries(q))
         self.num_queries, dim = q.shape[1:]
@@ -107,6 +108,22 @@ class CpuKernels(Kernels):
             results = _attended([layouts[number] for number in numbers])
             found.update(zip(numbers, results, strict=True))
         return [found[number] for number in range(len(jobs))]
+
+    def repeated(self, job: DenseJob) -> Repeated:
+        """With groups of heads, pieces and chunks as they are."""
+        rows, ranges = _rows_of(job), [(job.start, job.prefix.num_tokens)]
+        before = _laid_out(replace(job, suffix=None), rows, ranges)
+        groups = before.grouped.groups
+
+        def attend(q: Array, suffix: Suffix | None) -> Attended:
+            if suffix is not None and before.pieces and not _is_plain(suffix):
+                return self.attend(replace(job, q=q, suffix=suffix))
+            grouped = Grouped(q, groups)
+            if suffix is None:
+                return _attended([replace(before, grouped=grouped)])[0]
+            return _attended([before.beside(grouped, suffix)])[0]
+
+        return attend
 
     def attend_blocks(self, job: BlocksJob) -> Attended:
         """The selected blocks and the tail, gathered into chunks, and the suffix."""
@@ -189,6 +206,13 @@ class _Layout:
     pieces: Sequence[tuple[Floats, Floats]]
     chunks: Sequence[Chunk]
 
+    def beside(self, grouped: Grouped, suffix: Suffix) -> _Layout:
+        """The same of a query of the same shape, and a suffix."""
+        if self.pieces:
+            return _Layout(grouped, [*self.pieces, (suffix.keys, suffix.values)], ())
+        more = suffix_chunks(suffix, grouped.groups, grouped.rows.shape, grouped.num_queries)
+        return _Layout(grouped, (), [*self.chunks, *more])
+
 
 def _rows_of(job: DenseJob | BlocksJob) -> tuple[Rows, Rows]:
     """Both sides of the prefix, of the heads that are used."""
@@ -202,15 +226,11 @@ def _laid_out(
     job: DenseJob | BlocksJob, rows: tuple[Rows, Rows], ranges: Sequence[Range]
 ) -> _Layout:
     """The query and its chunks: those of ``ranges`` of the prefix, and of the suffix."""
-    grouped = Grouped(job.q, job.head_map, job.prefix.num_kv_heads)
+    grouped = Grouped(job.q, head_groups(job.head_map, job.prefix.num_kv_heads))
     shape = grouped.rows.shape
     pieces = _inline_pieces(rows, ranges, job.suffix, shape)
-    if pieces:
-        return _Layout(grouped, pieces, ())
-    chunks = chunks_of(rows, ranges, shape)
-    if job.suffix is not None:
-        chunks += suffix_chunks(job.suffix, grouped.groups, shape, grouped.num_queries)
-    return _Layout(grouped, (), chunks)
+    found = _Layout(grouped, pieces, () if pieces else chunks_of(rows, ranges, shape))
+    return found if job.suffix is None else found.beside(grouped, job.suffix)
 
 
 def _attended(layouts: Sequence[_Layout]) -> list[Attended]:
@@ -232,14 +252,17 @@ def _inline_pieces(
     rows: tuple[Rows, Rows], ranges: Sequence[Range], suffix: Suffix | None, shape: tuple[int, ...]
 ) -> list[tuple[Floats, Floats]]:
     """K and V of one query row a KV head over few tokens that lie as they are used; else none."""
-    plain = suffix is None or suffix.keys.dtype == suffix.values.dtype == np.float32
+    plain = suffix is None or _is_plain(suffix)
     num_tokens = sum(end - first for first, end in ranges)
     if shape[1] > 1 or not (plain and rows[0].is_plain and rows[1].is_plain):
         return []
     if len(ranges) > _MOST_PIECES or cost_of(num_tokens, shape) > _INLINE_VECTOR_COST:
         return []
-    pieces = [(rows[0].read([one]), rows[1].read([one])) for one in ranges]
-    return pieces if suffix is None else [*pieces, (suffix.keys, suffix.values)]
+    return [(rows[0].read([one]), rows[1].read([one])) for one in ranges]
+
+
+def _is_plain(suffix: Suffix) -> bool:
+    return bool(suffix.keys.dtype == suffix.values.dtype == np.float32)
 
 
 def _weigh_heads(q: Floats, pieces: Sequence[tuple[Floats, Floats]]) -> Running:

@@ -10,7 +10,7 @@ A kernel never sees a request as the caller gave it: ``api`` checks it first and
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
@@ -43,6 +43,7 @@ __all__ = [
     "DenseJob",
     "Kernels",
     "Prefix",
+    "Repeated",
     "Selection",
     "Selector",
     "Side",
@@ -170,6 +171,10 @@ class BestBlocksJob:
     suffix: Suffix | None = None
 
 
+Repeated: TypeAlias = "Callable[[Array, Suffix | None], Attended]"
+"""Answers queries that differ from a first one in the values of Q and in the suffix alone."""
+
+
 class Kernels(ABC):
     """One implementation of every kernel; stateless, or safe to use from any thread.
 
@@ -192,6 +197,10 @@ class Kernels(ABC):
     def attend_each(self, jobs: Sequence[DenseJob]) -> list[Attended]:
         """``attend`` of every job, to the bit; all of one prefix, start and head map."""
         return [self.attend(job) for job in jobs]
+
+    def repeated(self, job: DenseJob) -> Repeated | None:
+        """``attend`` of jobs like this one, to the bit, sooner; None where it would not be."""
+        return None
 
     @abstractmethod
     def attend_sparse(self, job: SparseJob) -> Attended:

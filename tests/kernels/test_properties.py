@@ -69,8 +69,26 @@ def test_several_at_once_are_each_as_alone_to_the_bit(
         found = api.attend_each(asked, prefix, head_map, window)
         for (q, suffix), one in zip(asked, found, strict=True):
             alone = api.attend_fused(q, prefix, suffix, head_map, window)
-            for mine, theirs in zip(host(one), host(alone), strict=True):
-                assert mine.tobytes() == theirs.tobytes()
+            known = api.repeated(q, prefix, head_map, window)
+            again = [] if known is None else [known(q, suffix)]
+            for other in (one, *again):
+                for mine, theirs in zip(host(other), host(alone), strict=True):
+                    assert mine.tobytes() == theirs.tobytes()
+
+
+def test_a_query_that_is_repeated_is_checked_where_it_differs(rng: np.random.Generator) -> None:
+    prefix = cases.prefix(rng, (2, 100, 64), "fp32")
+    q = cases.values(rng, (2, 1, 64), "fp32")
+    known = api.repeated(q, prefix)
+    assert known is not None
+    for shape in ((1, 3, 64), (2, 3, 32), (2, 3, 64, 1)):
+        wrong = cases.values(rng, shape, "fp32")
+        with pytest.raises(CommandError, match="shape mismatch: suffix"):
+            known(q, Suffix(wrong, wrong))
+    for stored in ("fp16", "bf16"):
+        tail = Suffix(*(cases.values(rng, (2, 5, 64), stored) for _ in range(2)))
+        found, alone = known(q, tail), api.attend_fused(q, prefix, tail)
+        assert found.out.tobytes() == alone.out.tobytes()
 
 
 def test_a_part_that_saw_nothing_adds_nothing(to: Any, rng: np.random.Generator) -> None:

@@ -131,15 +131,17 @@ class Dense:
 
     def bound(self, resident: Resident) -> BoundDense | LongDense:
         """With its slot. Raises CommandError where it does not fit."""
-        bound = BoundDense(self, resident.prefix, self.sizes.check(resident))
-        if bound.rows == 1:
-            return bound  # most are, and there is nothing to cut
+        window = self.sizes.check(resident)
+        if self.q.shape[1] == 1:  # most are, and there is nothing to cut
+            known = resident.repeated(self.q.shape[0], self.head_map, window)
+            return BoundDense(self, resident.prefix, window, known)
+        bound = BoundDense(self, resident.prefix, window)
         return LongDense(bound) if bound.extent.is_long else bound
 
     def aligned(self) -> Dense:
         """The same with arrays in whole words."""
         q, suffix = aligned(self.q), aligned_suffix(self.suffix)
-        return replace(self, q=q, suffix=suffix)
+        return Dense(self.sizes, q, self.head_map, suffix, self.with_lse)
 
     def part(self, span: Span) -> Dense:
         """The query of some of its tokens; its suffix None where each of them sees all of it."""
@@ -163,11 +165,12 @@ class Dense:
 
 @dataclass(frozen=True)
 class BoundDense:
-    """A dense query and its K/V."""
+    """A dense query and its K/V. ``repeated``: where there have been others like it."""
 
     asked: Dense
     prefix: api.Prefix
     window: int
+    repeated: api.Repeated | None = None
 
     @property
     def rows(self) -> int:
@@ -199,6 +202,8 @@ class BoundDense:
     def attended(self) -> api.Attended:
         """Output and log-sum-exp of all its queries at once."""
         asked = self.asked.aligned()
+        if self.repeated is not None:
+            return self.repeated(asked.q, asked.suffix)
         return api.attend_fused(asked.q, self.prefix, asked.suffix, asked.head_map, self.window)
 
     def together(self, others: Sequence[BoundDense]) -> list[Arrays]:

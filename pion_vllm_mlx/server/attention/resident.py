@@ -6,7 +6,7 @@ kept as ``fp32`` (the received bytes themselves), ``fp16`` or ``bf16``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,8 @@ from pion_vllm_mlx.kernels import api
 from pion_vllm_mlx.kernels.prefix import HEAD_DIMS, MAX_KV_HEADS
 
 Floats = NDArray[np.float32]
+#: shapes of queries of which it is remembered how they are computed.
+_KEPT_SHAPES = 8
 Blob = bytes | memoryview
 
 #: how K/V may be kept; "stored": rows of the V-store in their own format where kernels read it.
@@ -28,6 +30,9 @@ class Resident:
 
     prefix: api.Prefix
     absent: int = 0
+    _repeated: dict[tuple[int, bytes, int], tuple[api.Repeated | None]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def heads(self) -> int:
@@ -46,6 +51,22 @@ class Resident:
     def nbytes(self) -> int:
         """Bytes of K, V and the block statistics that queries asked for."""
         return self.prefix.nbytes + self.prefix.statistics_bytes
+
+    def repeated(
+        self, heads: int, head_map: NDArray[np.uint8] | None, window: int
+    ) -> api.Repeated | None:
+        """What answers queries of one float32 token of so many heads; see ``api.repeated``."""
+        if not self.prefix.is_host:
+            return None
+        key = heads, b"" if head_map is None else head_map.tobytes(), window
+        known = self._repeated.get(key)
+        if known is None:
+            q = np.zeros((heads, 1, self.dim), np.float32)
+            known = (api.repeated(q, self.prefix, head_map, window),)
+            if len(self._repeated) >= _KEPT_SHAPES:
+                self._repeated.clear()
+            self._repeated[key] = known
+        return known[0]
 
     def shrink(self, most_bytes: int) -> None:
         """Give up block statistics until so many bytes are left, or K and V alone."""

@@ -11,15 +11,21 @@ import pytest
 
 from tests.server.attention.asking import Asking, connected, flagged, normal
 
-CLIENTS, TIMES = 8, 12
+CLIENTS, TIMES = 8, 6
 HEADS, KV_HEADS = 4, 2
 HEAD_MAP = bytes([0, 0, 1, 1])
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dim", "dtype"), [(2048, 128, "fp32"), (9000, 64, "fp32"), (9000, 64, "fp16")]
+    ("tokens", "dim", "dtype", "rows", "suffix"),
+    [
+        (2048, 128, "fp32", 1, 1),
+        (9000, 64, "fp32", 1, 40),
+        (9000, 64, "fp16", 1, 1),
+        (9000, 64, "fp32", 3, 0),
+        (2048, 64, "fp16", 3, 5),
+    ],
 )
-@pytest.mark.parametrize(("rows", "suffix"), [(1, 1), (1, 40), (3, 0), (3, 5)])
 def test_replies_to_many_at_once_are_those_to_one_alone(
     tmp_path: Path, tokens: int, dim: int, dtype: str, rows: int, suffix: int
 ) -> None:
