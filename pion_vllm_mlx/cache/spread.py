@@ -140,11 +140,11 @@ class Spread:
         while self._jobs:
             self._jobs.popleft()()
         arrays = [array for part in self._parts for array in part.arrays]
-        if arrays:
-            mx.async_eval(arrays)  # type: ignore[no-untyped-call]
-        for part in self._parts:
+        for part in self._parts:  # first: what cannot be computed is not tried again
             part.arrays.clear()
         self._waiting_bytes = 0
+        if arrays:
+            mx.async_eval(arrays)  # type: ignore[no-untyped-call]
         self.stepped()
 
     def _piece(self) -> list[mx.array]:
