@@ -103,7 +103,7 @@ def _unknown(word: str) -> str:
 def _run(name: str, command: Command, arguments: Sequence[str]) -> int:
     """Import the command's module and run it; a missing part and a refusal become one line."""
     if name == "server":
-        config.single_threaded_products()
+        config.set_up_products()
     try:
         module = importlib.import_module(command.module)
         code = int(getattr(module, command.function)(list(arguments)))
