@@ -24,16 +24,21 @@ from pion_vllm_mlx.server.store.files import pread_into
 from pion_vllm_mlx.server.store.index import group_of
 from pion_vllm_mlx.server.store.records import Rows
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, RunWriter, as_bytes
-from pion_vllm_mlx.server.store.segments import Region
-from pion_vllm_mlx.server.store.shapes import LayerSpec, RunShape
+from pion_vllm_mlx.server.store.segment import Region
+from pion_vllm_mlx.server.store.shapes import SPACED_BYTES, LayerSpec, RunShape
 from pion_vllm_mlx.server.store.space import disk_error
-from pion_vllm_mlx.server.store.store import INLINE_BYTES, Store
+from pion_vllm_mlx.server.store.store import Store
 from pion_vllm_mlx.server.upload_room import UploadRoom
 from pion_vllm_mlx.wire.resp import Arg, BulkTarget
 
 WHERE = "V.STOREBATCH"
 #: rows that come as they are stored are written while more arrive, from here on.
 STREAM_BYTES = 1 << 20
+#: rows below this ride in the log, and are written once more when their segment is sealed.
+#: Beside longer ones their record and their part of a header are small.
+INLINE_ROWS_BYTES = 4 << 10
+#: the same where every store is flushed before its answer: one file is, and not two.
+FLUSHED_INLINE_ROWS_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -224,19 +229,13 @@ async def _convert(
 ) -> StoredRows:
     """Write the rows from memory, a spool or a wrong place into their place."""
     store = context.store
-    dense = RunShape.dense(spec, request.rows, request.head_major)
     if isinstance(blob, RowsInbound) and blob.region is not None and len(spec.parts()) == 1:
+        dense = RunShape.dense(spec, request.rows, request.head_major)
         # Where they are is large enough, and no row moves towards the end: each window
         # has been read before anything is written over it.
         stored = StoredRows(request, dense, RunWriter(dense, blob.region), blob.region)
-    elif store.config.wal and dense.data_bytes < INLINE_BYTES:
-        await store.make_room_in_log(dense.file_bytes)
-        buffer = bytearray(dense.file_bytes)
-        stored = StoredRows(request, dense, RunWriter(dense, buffer), None, buffer)
     else:
-        shape = RunShape.spaced(spec, request.rows, request.head_major)
-        region = await store.reserve(group_of(request.sid), shape.file_bytes, len(spec.parts()))
-        stored = StoredRows(request, shape, RunWriter(shape, region), region)
+        stored = await _with_room(store, request, spec)
     source = _source(blob)
     try:
         if isinstance(blob, bytes):
@@ -249,6 +248,27 @@ async def _convert(
     if stored.region is not None and stored.shape is not None:
         store.space.shorten(stored.region, stored.shape.file_bytes)
     return stored
+
+
+async def _with_room(store: Store, request: RowsRequest, spec: LayerSpec) -> StoredRows:
+    """A place for the rows: in a record of the log, or in a segment. Raises CommandError."""
+    shape = RunShape.spaced(spec, request.rows, request.head_major)
+    group, parts = group_of(request.sid), len(spec.parts())
+    if shape.data_bytes >= SPACED_BYTES:
+        region = await store.reserve(group, shape.file_bytes, parts)
+        return StoredRows(request, shape, RunWriter(shape, region), region)
+    await store.make_room_in_log(shape.file_bytes)
+    if _rides_in_log(store, shape.data_bytes):
+        buffer = bytearray(shape.file_bytes)
+        return StoredRows(request, shape, RunWriter(shape, buffer), None, buffer)
+    region = store.space.reserve(group, shape.file_bytes, parts)
+    return StoredRows(request, shape, RunWriter(shape, region), region)
+
+
+def _rides_in_log(store: Store, nbytes: int) -> bool:
+    always = store.config.appendfsync == "always"
+    limit = FLUSHED_INLINE_ROWS_BYTES if always else INLINE_ROWS_BYTES
+    return store.config.wal and nbytes < limit
 
 
 Source = Callable[[int, int], memoryview]

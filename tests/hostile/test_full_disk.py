@@ -105,37 +105,37 @@ def test_a_log_that_cannot_grow_refuses_and_recovers(
     ballast = small_disk / "ballast"
     with Wire.tcp(server.port) as wire:
         wire.ok("KV.PREFIX.REGISTER", "a", WIDTH, "fp16")
-        row = np.random.default_rng(0).bytes(ROW_BYTES * 100)
-        for start in range(0, 400, 100):
-            wire.ok("V.STOREBATCH", "a_pk", 0, start, 100, row, "FMT", "F16")
+        row = np.random.default_rng(0).bytes(ROW_BYTES * 7)
+        for start in range(0, 28, 7):
+            wire.ok("V.STOREBATCH", "a_pk", 0, start, 7, row, "FMT", "F16")
         with ballast.open("wb") as out:
             out.write(bytes(free_bytes(small_disk) - 8192))
         stored = 0
         while True:
-            answer = wire.ask("V.STOREBATCH", "a_pk", 1, stored, 100, row, "FMT", "F16")
+            answer = wire.ask("V.STOREBATCH", "a_pk", 1, stored, 7, row, "FMT", "F16")
             if isinstance(answer, Refusal):
                 break
-            stored += 100
+            stored += 7
         for _ in range(3):
             refused_for_want_of_space(
-                wire, "V.STOREBATCH", "a_pk", 1, stored, 100, row, "FMT", "F16"
+                wire, "V.STOREBATCH", "a_pk", 1, stored, 7, row, "FMT", "F16"
             )
             refused_for_want_of_space(wire, "SSM.PREFIX.STORE", "a", 0, row)
         for words in (("KV.PREFIX.SAVE",), ("KV.PREFIX.MAP", "a")):
             answer = wire.ask(*words)
             assert isinstance(answer, Refusal), answer
-        answer = wire.ask("V.EXPORT", "a_pk", "a_pk", 0, 400, 1, 1, WIDTH)
+        answer = wire.ask("V.EXPORT", "a_pk", "a_pk", 0, 28, 1, 1, WIDTH)
         assert isinstance(answer, Refusal) and "space" in answer.lower()
         assert wire.ask("V.FETCH", "a_pk", 0, 5) is not None
         assert wire.ask("KV.PREFIX.LOOKUP", "a") == "HIT"
         ballast.unlink()
-        wire.ok("V.STOREBATCH", "a_pk", 1, stored, 100, row, "FMT", "F16")
+        wire.ok("V.STOREBATCH", "a_pk", 1, stored, 7, row, "FMT", "F16")
         wire.ok("KV.PREFIX.SAVE")
         assert isinstance(wire.ask("KV.PREFIX.MAP", "a"), bytes)
     server.restart()
     with Wire.tcp(server.port) as wire:
-        expected = row * (stored // 100 + 1)
-        count = stored + 100
+        expected = row * (stored // 7 + 1)
+        count = stored + 7
         assert wire.ask("V.FETCH", "a_pk", 1, "RANGE", 0, count, "FMT", "NATIVE") == expected
 
 

@@ -8,7 +8,7 @@ from unittest import mock
 
 from pion_vllm_mlx.server import incoming_rows
 from pion_vllm_mlx.server.commands import ssm_prefix
-from pion_vllm_mlx.server.store import framing, records
+from pion_vllm_mlx.server.store import framing, records, shapes
 from tests.recovery.broken import MAGICS, SSM_WAL, VSTORE_WAL
 from tests.recovery.driving import Content, Driver, Options, Word
 from tests.recovery.material import COMPLETION_LAYER, noise, register, rows, state
@@ -48,8 +48,9 @@ def fill(folder: Path) -> Content:
     What lies in a segment is short here: these files are read thousands of times.
     """
     with (
-        mock.patch.object(incoming_rows, "INLINE_BYTES", LONG_BYTES),
-        mock.patch.object(ssm_prefix, "INLINE_BYTES", LONG_BYTES),
+        mock.patch.object(incoming_rows, "INLINE_ROWS_BYTES", LONG_BYTES),
+        mock.patch.object(ssm_prefix, "INLINE_STATE_BYTES", LONG_BYTES),
+        mock.patch.object(shapes, "SPACED_BYTES", LONG_BYTES),
         Driver(folder) as driver,
     ):
         driver.ask(*register("n", 1, WIDTH))

@@ -11,7 +11,7 @@ import numpy as np
 import safetensors
 from safetensors import safe_open
 
-from pion_vllm_mlx.server.store.segments import Segment
+from pion_vllm_mlx.server.store.segment import Segment
 from tests.recovery.driving import Driver, Word, one_bulk
 
 #: layer and sid of a completion record, as clients write it.
@@ -52,7 +52,7 @@ def state(sid: str, layer: int, length: int, salt: int = 0) -> tuple[Word, ...]:
 
 
 def whole_store(namespace: str, big: bool = True) -> Iterator[tuple[Word, ...]]:
-    """Every command of one store: rows and states below and above 64 KB, then the record."""
+    """Every command of one store: rows and states in the log and in segments, then the record."""
     yield register(namespace)
     sizes = [8, 600 if big else 9]  # rows of 128 bytes: 1 KB, and 75 KB
     for layer, count in enumerate(sizes):

@@ -319,7 +319,7 @@ def test_who_stores_faster_than_the_log_is_saved_waits_for_the_save(folder: Path
 
 def test_a_save_of_many_short_prefixes_stays_within_the_budget_and_one_log(folder: Path) -> None:
     """Each of them is a file of its own then, many times as large as what was in the log."""
-    size, budget = 50_000, 600_000
+    size, budget = 50_000, 300_000
     with Driver(folder) as driver:
         for number in range(100):
             driver.ask(*register(f"n{number}"))

@@ -14,7 +14,7 @@ from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.files import FileHandle
 from pion_vllm_mlx.server.store.findings import Finding, Kind
 from pion_vllm_mlx.server.store.index import InSegment
-from pion_vllm_mlx.server.store.segments import Segment
+from pion_vllm_mlx.server.store.segment import Segment
 from tests.recovery.broken import content_of
 from tests.recovery.driving import Driver, Options
 from tests.recovery.faults import failing

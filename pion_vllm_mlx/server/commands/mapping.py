@@ -11,7 +11,7 @@ from pion_vllm_mlx.server.command import Reply, command
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.index import Extent, InSegment, Session
 from pion_vllm_mlx.server.store.sealing import side_of, tensor_name
-from pion_vllm_mlx.server.store.segments import Segment
+from pion_vllm_mlx.server.store.segment import Segment
 from pion_vllm_mlx.server.store.verifying import verified
 from pion_vllm_mlx.wire.resp import Arg, Simple
 

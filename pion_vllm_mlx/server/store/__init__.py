@@ -9,8 +9,9 @@ Knows no command and no connection. The pieces, from the bottom:
 ``wal``        the log: append, truncate, flush
 ``disk_use``   what segment files occupy
 ``folder_use`` what everything else in the folder occupies
-``segments``   the files that hold rows, readable by safetensors when sealed;
-               ``segment_header`` writes and checks their header
+``segment``    a file that holds rows, readable by safetensors when sealed;
+               ``segment_header`` writes its header
+``segments``   the folder of them, and the open one of every group
 ``blocks``     which blocks of tokens a namespace holds
 ``index``      sessions, runs of rows, states
 ``totals``     what is counted over all sessions, kept up to date

@@ -36,8 +36,9 @@ from pion_vllm_mlx.server.store.rows import (
     read_layer,
 )
 from pion_vllm_mlx.server.store.sealing import prepare_segment, run_tensors, sessions_of, side_of
+from pion_vllm_mlx.server.store.segment import Region, Segment
 from pion_vllm_mlx.server.store.segment_header import Tensor, header_bytes_for
-from pion_vllm_mlx.server.store.segments import Region, Segment, SegmentFolder
+from pion_vllm_mlx.server.store.segments import SegmentFolder
 from pion_vllm_mlx.server.store.shapes import RunShape
 from pion_vllm_mlx.server.store.state import State
 

@@ -42,7 +42,7 @@ _REST = struct.Struct("<IQB")
 _COUNT = struct.Struct("<Q")
 HEADER_BYTES = _HEADER.size + _TAIL.size
 FRAME_BYTES = _FRAME.size
-#: no record is longer: rows and states above 64 KB live in segments.
+#: no record is longer: all but short rows and states live in segments.
 MAX_PAYLOAD = 64 << 20
 #: how far a search for a later record goes when not even the first one is valid.
 _SEARCH_BYTES = 1 << 20

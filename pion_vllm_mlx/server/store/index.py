@@ -11,7 +11,7 @@ from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.formats import resolve
 from pion_vllm_mlx.server.store.blocks import BlockTable
 from pion_vllm_mlx.server.store.files import FileHandle
-from pion_vllm_mlx.server.store.segments import Segment
+from pion_vllm_mlx.server.store.segment import Segment
 from pion_vllm_mlx.server.store.shapes import LayerSpec, RunShape
 from pion_vllm_mlx.server.store.wal import Inline
 

@@ -29,7 +29,8 @@ from pion_vllm_mlx.server.store.files import (
 )
 from pion_vllm_mlx.server.store.findings import Finding, Kept, Kind, cut_off
 from pion_vllm_mlx.server.store.index import InSegment, Place
-from pion_vllm_mlx.server.store.segments import SUFFIX, SegmentFolder
+from pion_vllm_mlx.server.store.segment import SUFFIX
+from pion_vllm_mlx.server.store.segments import SegmentFolder
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.wal import Inline, Logged, Wal, append_together
 

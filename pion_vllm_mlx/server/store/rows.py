@@ -21,7 +21,7 @@ from pion_vllm_mlx.errors import DamagedData
 from pion_vllm_mlx.formats import Part
 from pion_vllm_mlx.server.store.files import pread_exactly, pread_into
 from pion_vllm_mlx.server.store.index import InSegment, LayerRows, Run, StateBlob, place_file
-from pion_vllm_mlx.server.store.segments import Region
+from pion_vllm_mlx.server.store.segment import Region
 from pion_vllm_mlx.server.store.shapes import RunShape
 
 #: bulk bytes move in windows of this size.

@@ -32,8 +32,8 @@ from pion_vllm_mlx.server.store.files import (
 )
 from pion_vllm_mlx.server.store.index import InSegment
 from pion_vllm_mlx.server.store.sealing import run_tensors, tensor_name
+from pion_vllm_mlx.server.store.segment import MAX_SEGMENT_BYTES, Segment
 from pion_vllm_mlx.server.store.segment_header import LENGTH_BYTES, Tensor
-from pion_vllm_mlx.server.store.segments import MAX_SEGMENT_BYTES, Segment
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.wal import Logged
 

@@ -16,12 +16,13 @@ from pion_vllm_mlx.server.store.index import (
     place_file,
 )
 from pion_vllm_mlx.server.store.records import Seal
+from pion_vllm_mlx.server.store.segment import ALIGNMENT, Segment
 from pion_vllm_mlx.server.store.segment_header import (
     TENSOR_HEADER_BYTES,
     Tensor,
     header_bytes_for,
 )
-from pion_vllm_mlx.server.store.segments import ALIGNMENT, Segment, SegmentFolder
+from pion_vllm_mlx.server.store.segments import SegmentFolder
 from pion_vllm_mlx.server.store.shapes import RunShape
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.wal import Inline
@@ -100,12 +101,6 @@ class Mover:
                 break
             self.runs.append(entry)
             self.nbytes += entry[2].shape.data_bytes
-        self.last = {
-            (session.sid, layer): rows.extents[-1].run
-            for session in sessions_of(state, group)
-            for layer, rows in session.layers.items()
-            if rows.extents
-        }
 
     def tensors_needed(self) -> int:
         return sum(len(run.shape.spec.parts()) for _, _, run in self.runs)
@@ -120,22 +115,17 @@ class Mover:
         tensors: list[Tensor] = []
         moves = []
         for session, layer, run in self.runs:
-            last = self.last[session.sid, layer] is run
             shape = run.shape
-            if last and shape.head_major:
-                shape = RunShape.spaced(shape.spec, shape.rows, True)
             origin = segment.append(shape.file_bytes, len(shape.spec.parts()))
-            self._copy(run, shape, segment, origin)
+            self._copy(run, segment, origin)
             tensors += run_tensors(tensor_name(session, layer, run), shape, origin)
             moves.append((run.run_id, origin, shape.padded))
         return tensors, tuple(moves)
 
-    def _copy(self, run: Run, shape: RunShape, segment: Segment, origin: int) -> None:
-        file, target_file = place_file(run.place), segment.file
-        for source, target in zip(run.shape.pieces(), shape.pieces(), strict=True):
-            data = pread_exactly(file.fd, source.length, run.place.offset + source.offset)
-            pwrite_all(target_file.fd, data, origin + target.offset)
-        segment.dirty = True
+    def _copy(self, run: Run, segment: Segment, origin: int) -> None:
+        file, nbytes = place_file(run.place), run.shape.file_bytes
+        pwrite_all(segment.file.fd, pread_exactly(file.fd, nbytes, run.place.offset), origin)
+        segment.written()
 
 
 def prepare_segment(state: State, segment: Segment) -> None:
@@ -187,6 +177,14 @@ class SealJob:
             self.folder.unlink(self.target)
 
 
+def _header_blocks(segment: Segment) -> int:
+    """What the header of an open segment takes of the disk, at most."""
+    if not segment.tail:  # found at the start: nobody has counted its runs yet
+        return segment.data_start
+    blocks = -(-header_bytes_for(segment.tensors + 2) // _DISK_BLOCK_BYTES)
+    return min(segment.data_start, blocks * _DISK_BLOCK_BYTES)
+
+
 def seal_bytes(
     state: State, folder: SegmentFolder, groups: Iterable[bytes], most_bytes: int
 ) -> int:
@@ -195,7 +193,7 @@ def seal_bytes(
     """
     total = 0
     for group in groups:
-        total += sum(segment.data_start for segment in folder.unsealed(group))
+        total += sum(_header_blocks(segment) for segment in folder.unsealed(group))
         mover = Mover(state, group, most_bytes)
         if mover.runs:
             total += header_bytes_for(mover.tensors_needed() + 2) + mover.nbytes

@@ -15,6 +15,8 @@ _LENGTH = struct.Struct("<Q")
 LENGTH_BYTES = _LENGTH.size
 #: bytes of header JSON to count for one tensor, its name and a filler beside it.
 TENSOR_HEADER_BYTES = 260
+#: headers end at multiples of this, so that data lie in the file as they are aligned.
+_HEADER_UNIT = 512
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Tensor:
 
 def header_bytes_for(tensors: int) -> int:
     """Header space for a segment whose number of tensors is known, a multiple of 512."""
-    return -(-max(1024, tensors * TENSOR_HEADER_BYTES) // 512) * 512
+    return -(-max(1024, tensors * TENSOR_HEADER_BYTES) // _HEADER_UNIT) * _HEADER_UNIT
 
 
 def _with_fillers(tensors: Iterable[Tensor], start: int, end: int) -> Iterator[Tensor]:
@@ -47,23 +49,31 @@ def _with_fillers(tensors: Iterable[Tensor], start: int, end: int) -> Iterator[T
 
 
 def build_header(tensors: Iterable[Tensor], data_start: int, end: int) -> bytes:
-    """The safetensors header, padded so that data begins at ``data_start``.
+    """The safetensors header of a file in which nothing lives before ``data_start``.
 
-    Raises ValueError when it does not fit.
+    It is as short as its entries allow: what is left of the room for it is a dead tensor, of
+    which nothing is written. Raises ValueError when it does not fit.
     """
+    tensors = list(tensors)
+    begin = 0
+    while True:
+        text = _header_text(tensors, begin, end)
+        needed = LENGTH_BYTES + len(text)
+        if needed <= begin:
+            return _LENGTH.pack(begin - LENGTH_BYTES) + text.ljust(begin - LENGTH_BYTES)
+        if begin == data_start:
+            raise ValueError(f"segment header of {needed} bytes does not fit {data_start}")
+        begin = min(-(-needed // _HEADER_UNIT) * _HEADER_UNIT, data_start)
+
+
+def _header_text(tensors: Iterable[Tensor], begin: int, end: int) -> bytes:
+    """The entries as JSON, for data that begin at ``begin``."""
     entries = {
         tensor.name: {
             "dtype": tensor.dtype,
             "shape": tensor.shape,
-            "data_offsets": [
-                tensor.offset - data_start,
-                tensor.offset + tensor.length - data_start,
-            ],
+            "data_offsets": [tensor.offset - begin, tensor.offset + tensor.length - begin],
         }
-        for tensor in _with_fillers(tensors, data_start, end)
+        for tensor in _with_fillers(tensors, begin, end)
     }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    room = data_start - LENGTH_BYTES
-    if len(text) > room:
-        raise ValueError(f"segment header of {len(text)} bytes does not fit {room}")
-    return _LENGTH.pack(room) + text.ljust(room)
+    return json.dumps(entries, separators=(",", ":")).encode()

@@ -1,15 +1,7 @@
-"""Segments: the files that hold rows and long states, once.
-
-A segment belongs to one segment group. While it is open, rows are written at
-its end, behind a header whose space was reserved. Sealing fills the header, cuts
-the tail and publishes the file: from then on it is a safetensors file that never
-changes, only disappears. Dead bytes are named U8 tensors, since safetensors
-allows no gaps.
-"""
+"""The folder of segments: the files that hold rows and long states, once."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import threading
@@ -29,179 +21,17 @@ from pion_vllm_mlx.server.store.files import (
     flush_directory,
     pread_exactly,
     pwrite_all,
-    pwritev_all,
     refusals,
-    unlink_file,
 )
-from pion_vllm_mlx.server.store.segment_header import (
-    LENGTH_BYTES,
-    TENSOR_HEADER_BYTES,
-    Tensor,
-    build_header,
-)
+from pion_vllm_mlx.server.store.segment import SUFFIX, Region, Segment
+from pion_vllm_mlx.server.store.segment_header import Tensor, build_header
 
-SUFFIX = ".safetensors"
+#: room for a header; what it does not need of it stays a hole.
 HEADER_RESERVE = 64 << 10
-SMALL_HEADER_RESERVE = 8 << 10
-#: runs start at multiples of this: copies from the page cache to a socket or an
-#: array run at up to twice the speed where both sides are aligned alike.
-ALIGNMENT = 64
-MAX_SEGMENT_BYTES = 8 << 30
-
-
-@dataclass
-class Segment:
-    """One segment file and what the server knows of it.
-
-    ``tail`` is where the next bytes go; ``writers`` counts regions handed out whose
-    writing has not ended; ``uses`` counts runs and states that live here, ``guests`` those
-    of each other group (equal rows are stored once); ``named``: a record says what lives
-    here; ``flushed``: that may be on stable storage; ``abandoned`` holds begin and end of
-    regions that nothing came of.
-    """
-
-    name: str
-    group: bytes
-    path: Path
-    files: OpenFiles
-    data_start: int
-    tail: int
-    sealed: bool = False
-    closed: bool = False
-    size: int = 0
-    header_bytes: int = 0
-    header_crc: int = 0
-    header_verified: bool = True
-    writers: int = 0
-    uses: int = 0
-    guests: dict[bytes, int] = field(default_factory=dict)
-    tensors: int = 0
-    dirty: bool = False
-    flushed: bool = False
-    named: bool = False
-    abandoned: set[tuple[int, int]] = field(default_factory=set)
-    _disk_bytes: int = 0
-    _unlinked: FileHandle | None = None
-
-    @property
-    def file(self) -> FileHandle:
-        """The file, open. Whoever uses its descriptor holds the handle meanwhile."""
-        handle = self._unlinked or self.files.get(self.path)
-        if self._unlinked not in (None, handle):
-            # opened while it went: kept open by nobody but who asked
-            self.files.forget(self.path)
-        # a thread that asks for a file while it is unlinked finds none: its handle was kept first
-        return handle if handle.fd >= 0 else self._unlinked or handle
-
-    def groups(self) -> tuple[bytes, ...]:
-        """Its own group, and the others of which something lives here."""
-        return (self.group, *self.guests)
-
-    def users(self) -> list[bytes]:
-        """The groups of which something lives here."""
-        own = self.uses > sum(self.guests.values())
-        return [self.group, *self.guests] if own else list(self.guests)
-
-    def settle(self, group: bytes) -> None:
-        """A run or state of a group lives here."""
-        self.uses += 1
-        self.named = True
-        if group != self.group:
-            self.guests[group] = self.guests.get(group, 0) + 1
-
-    def leave(self, group: bytes) -> None:
-        """One that settled lives here no more."""
-        self.uses -= 1
-        if group in self.guests:
-            self.guests[group] -= 1
-            if not self.guests[group]:
-                del self.guests[group]
-
-    @property
-    def durable(self) -> bool:
-        """Whether something that lives or lived here may be on stable storage."""
-        return self.flushed and self.named
-
-    def unlink(self) -> None:
-        """Remove the file; who still holds a run of it can read it to its end. Raises OSError."""
-        with contextlib.suppress(OSError):
-            self._unlinked = self.file
-            self._unlinked.retired = self.files.retired
-        try:
-            unlink_file(self.path)
-        except OSError:
-            self._unlinked = None  # it is where it was
-            raise
-        # only now: who asks in between would open it again, and keep its blocks
-        self.files.forget(self.path)
-
-    def disk_bytes(self) -> int:
-        """Bytes the file occupies; holes do not count."""
-        if self._disk_bytes:
-            return self._disk_bytes
-        try:
-            occupied = self.path.stat().st_blocks * 512
-        except FileNotFoundError:
-            return 0
-        if self.sealed:  # it changes no more
-            self._disk_bytes = occupied
-        return occupied
-
-    def append(self, nbytes: int, tensors: int) -> int:
-        """Give out the next ``nbytes``, for a run of ``tensors`` parts; their aligned offset."""
-        offset = -(-self.tail // ALIGNMENT) * ALIGNMENT
-        self.tail = offset + nbytes
-        self.tensors += tensors
-        return offset
-
-    def take_back(self, begin: int, end: int) -> None:
-        """Nothing came of these bytes: what lies at the end of the file is cut off.
-
-        Called on the event loop while the region still counts as a writer: nobody seals.
-        """
-        self.abandoned.add((begin, end))
-        tail = self.tail
-        while ends := [a for a in self.abandoned if a[1] == self.tail]:
-            self.abandoned -= set(ends)
-            self.tail = min(begin for begin, _ in ends)
-        file = self.file
-        if self.tail < tail and file.size() > self.tail:
-            os.ftruncate(file.fd, self.tail)
-
-    def has_room(self, nbytes: int, tensors: int) -> bool:
-        """Whether a run of ``nbytes`` in ``tensors`` parts still fits."""
-        header = (self.tensors + tensors + 1) * TENSOR_HEADER_BYTES
-        return (
-            not self.closed
-            and self.tail + nbytes <= MAX_SEGMENT_BYTES
-            and header <= self.data_start - LENGTH_BYTES
-        )
-
-
-@dataclass
-class Region:
-    """Bytes of an open segment that one writer fills: ``length`` of them at ``offset``."""
-
-    segment: Segment
-    offset: int
-    length: int
-    released: bool = False
-
-    def write(self, data: memoryview | bytes, at: int) -> None:
-        """Write ``data`` at ``at`` bytes into the region. May block on the disk."""
-        self.write_pieces([data], at)
-
-    def write_pieces(self, pieces: list[memoryview | bytes], at: int) -> None:
-        """Write ``pieces``, one behind the other, at ``at`` bytes into the region."""
-        file = self.segment.file
-        pwritev_all(file.fd, pieces, self.offset + at)
-        self.segment.dirty = True
-
-    def release(self) -> None:
-        """The writer has ended, well or not."""
-        if not self.released:
-            self.released = True
-            self.segment.writers -= 1
+#: the same where little is stored: copies of the file have no holes. Both sides of 32 layers fit.
+SMALL_HEADER_RESERVE = 20 << 10
+#: a group whose first run is shorter begins with the small one.
+_SMALL_RUN_BYTES = 256 << 10
 
 
 @dataclass
@@ -215,6 +45,8 @@ class SegmentFolder:
     undeleted: list[Segment] = field(default_factory=list)
     #: how many of these were the last that should have gone, one after the other
     kept_in_a_row: int = 0
+    #: whether files came since the folder itself was flushed
+    _unlisted: bool = True
     _of_group: dict[bytes, dict[str, Segment]] = field(default_factory=dict)
     _disk_use: DiskUse = field(default_factory=DiskUse)
     _flushing: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -268,6 +100,7 @@ class SegmentFolder:
         """A new segment of ``group`` that no store is given room in. Raises OSError."""
         name = f"{time.time_ns():016x}{secrets.token_hex(4)}"
         file = FileHandle(self.path / (name + SUFFIX), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        self._unlisted = True
         self.files.add(file)
         segment = Segment(name, group, file.path, self.files, data_start, data_start)
         self._enter(segment, group)
@@ -278,9 +111,10 @@ class SegmentFolder:
         """Room for ``nbytes`` in the group's open segment, or in a new one. Raises OSError."""
         segment = self.open_of.get(group)
         if segment is None or not segment.has_room(nbytes, tensors):
+            # one that is full is followed by more
+            small = nbytes < _SMALL_RUN_BYTES and (segment is None or segment.closed)
             if segment is not None:
                 segment.closed = True
-            small = nbytes < (256 << 10)
             segment = self.create(group, SMALL_HEADER_RESERVE if small else HEADER_RESERVE)
         region = Region(segment, segment.append(nbytes, tensors), nbytes)
         segment.writers += 1
@@ -309,7 +143,7 @@ class SegmentFolder:
         file = segment.file
         pwrite_all(file.fd, header, 0)
         os.ftruncate(file.fd, end)
-        segment.dirty = True
+        segment.written()
         segment.header_bytes = len(header)
         segment.header_crc = crc32c(header)
         segment.size = end
@@ -388,9 +222,18 @@ class SegmentFolder:
                 except OSError:
                     segment.dirty = True
                     raise
+                segment.resized()  # file systems round while they write
                 flushed = True
-            if flushed:
-                flush_directory(self.path)
+            if flushed and self._unlisted:
+                self._flush_folder()
+
+    def _flush_folder(self) -> None:
+        self._unlisted = False
+        try:
+            flush_directory(self.path)
+        except OSError:
+            self._unlisted = True
+            raise
 
     def dirty(self) -> list[Segment]:
         """Segments to flush; one in which nothing lives goes, and need not be."""

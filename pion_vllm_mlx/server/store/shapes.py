@@ -5,7 +5,7 @@ row over all heads (``H * D``).
 
 A *token-major* run is ``[n, W]``. A *head-major* run is ``[H, n_pad, D]``: the
 spare rows up to ``n_pad`` are a hole in the file, so that a client that maps the
-run can append tokens in place instead of copying it. A format with several
+run can append tokens in place instead of copying it; short runs have none. A format with several
 parts (mlx4g32: codes, scales, biases) lays one such array after the other.
 """
 
@@ -24,6 +24,8 @@ from pion_vllm_mlx.formats import Format, Part, get_format
 SPARE_ROWS = 64
 #: runs end at a multiple of this many rows.
 GROWTH_ROWS = 64
+#: shorter runs are copied in no time, and would take far more blocks than they have bytes.
+SPACED_BYTES = 64 << 10
 
 
 def padded_rows(rows: int) -> int:
@@ -79,8 +81,9 @@ class RunShape:
 
     @classmethod
     def spaced(cls, spec: LayerSpec, rows: int, head_major: bool) -> RunShape:
-        """A run as segments hold it: head-major runs with spare rows."""
-        return cls(spec, rows, head_major, padded_rows(rows) if head_major else rows)
+        """A run as segments hold it: long head-major runs with spare rows."""
+        long = rows * spec.row_bytes >= SPACED_BYTES
+        return cls(spec, rows, head_major, padded_rows(rows) if head_major and long else rows)
 
     @property
     def data_bytes(self) -> int:

@@ -41,7 +41,7 @@ from pion_vllm_mlx.server.store.files import (
 )
 from pion_vllm_mlx.server.store.index import InSegment, Place, Run, Session
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES
-from pion_vllm_mlx.server.store.segments import SUFFIX, Segment
+from pion_vllm_mlx.server.store.segment import SUFFIX, Segment
 from pion_vllm_mlx.server.store.state import SavedState, State
 from pion_vllm_mlx.server.store.wal import Inline, Logged
 

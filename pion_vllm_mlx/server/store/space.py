@@ -31,7 +31,8 @@ from pion_vllm_mlx.server.store.folder_use import FolderUse
 from pion_vllm_mlx.server.store.index import InSegment, Session, group_of
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
 from pion_vllm_mlx.server.store.sealing import group_segments, sessions_of
-from pion_vllm_mlx.server.store.segments import Region, Segment, SegmentFolder
+from pion_vllm_mlx.server.store.segment import Region, Segment
+from pion_vllm_mlx.server.store.segments import SegmentFolder
 from pion_vllm_mlx.server.store.state import State
 from pion_vllm_mlx.server.store.wal import Inline
 
@@ -291,10 +292,11 @@ class Space:
         Evicts nothing: refuses, with CommandError, only what can never fit, and when the
         disk does.
         """
-        most = self.disk_budget - self.use.total() + self.use.of_prefixes()
-        most -= self.segments.undeleted_bytes()
-        if self.disk_budget and nbytes > most and nbytes > most + self.wasted():
-            raise self.refusal()
+        if self.disk_budget:
+            most = self.disk_budget - self.use.total() + self.use.of_prefixes()
+            most -= self.segments.undeleted_bytes()
+            if nbytes > most and nbytes > most + self.wasted():
+                raise self.refusal()
         try:
             return self.segments.reserve(group, nbytes, tensors)
         except OSError as error:

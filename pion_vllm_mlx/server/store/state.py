@@ -26,7 +26,7 @@ from pion_vllm_mlx.server.store.index import (
     StateBlob,
     group_of,
 )
-from pion_vllm_mlx.server.store.segments import Segment
+from pion_vllm_mlx.server.store.segment import Segment
 from pion_vllm_mlx.server.store.shapes import LayerSpec, RunShape
 from pion_vllm_mlx.server.store.wal import Inline, Logged
 

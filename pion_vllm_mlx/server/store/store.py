@@ -33,7 +33,7 @@ from pion_vllm_mlx.server.store.recovery import Paths, Recovery
 from pion_vllm_mlx.server.store.reserve import Reserve, is_full
 from pion_vllm_mlx.server.store.saving import Saver
 from pion_vllm_mlx.server.store.sealing import SealJob, begin_seal
-from pion_vllm_mlx.server.store.segments import Region, Segment
+from pion_vllm_mlx.server.store.segment import Region, Segment
 from pion_vllm_mlx.server.store.space import Space
 from pion_vllm_mlx.server.store.wal import Logged, append_together
 
@@ -41,8 +41,6 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-#: rows and states below this ride in the log.
-INLINE_BYTES = 64 << 10
 #: how long sealing waits for stores that are under way.
 SEAL_WAIT_SECONDS = 1.0
 #: how long after a save that failed no store waits for another one.

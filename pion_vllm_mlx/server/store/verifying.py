@@ -16,7 +16,8 @@ from pion_vllm_mlx.server.store import eviction
 from pion_vllm_mlx.server.store.index import Run, Session, StateBlob
 from pion_vllm_mlx.server.store.records import Drop, Record
 from pion_vllm_mlx.server.store.rows import verify_run
-from pion_vllm_mlx.server.store.segments import Segment, SegmentFolder
+from pion_vllm_mlx.server.store.segment import Segment
+from pion_vllm_mlx.server.store.segments import SegmentFolder
 from pion_vllm_mlx.server.store.store import Store
 
 log = logging.getLogger(__name__)

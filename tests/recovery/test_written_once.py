@@ -1,0 +1,177 @@
+"""Rows from some KiB on are written once, and take no more of a disk than they have bytes."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from pion_vllm_mlx.server.store.index import InSegment, Run
+from pion_vllm_mlx.server.store.segments import SMALL_HEADER_RESERVE
+from pion_vllm_mlx.server.store.wal import Inline
+from tests.conftest import RunningServer
+from tests.recovery.driving import Driver, Options, refused
+from tests.recovery.faults import counting
+from tests.recovery.material import agrees, open_sealed, register, rows, sealed_tensors
+from tests.server.wire import Wire, Word
+
+KIB = 1 << 10
+SIDES = ("_pk", "_pv")
+HEADS, ROWS = 4, 16
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc")
+
+
+def _turn(name: str, turn: int, layers: int, run_bytes: int, layout: str) -> list[tuple[Word, ...]]:
+    """The commands that store a turn of 16 rows in each layer."""
+    blob = os.urandom(run_bytes)
+    form: tuple[Word, ...] = ("FMT", "STORED", "LAYOUT", layout)
+    return [
+        ("V.STOREBATCH", name + side, layer, turn * ROWS, ROWS, blob, *form)
+        for layer in range(layers)
+        for side in SIDES
+    ]
+
+
+def _written(pid: int) -> int:
+    """Bytes that a process has handed to write calls."""
+    fields = Path(f"/proc/{pid}/io").read_text().split()
+    return int(fields[fields.index("wchar:") + 1])
+
+
+def _occupied(folder: Path) -> int:
+    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file())
+
+
+def _registered(wire: Wire, name: str, run_bytes: int) -> None:
+    width = run_bytes // ROWS // 2
+    assert wire.ask("KV.PREFIX.REGISTER", name, width, "fp16", "HEADS", HEADS) == "OK"
+
+
+@needs_proc
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("run_bytes", [8 * KIB, 16 * KIB, 32 * KIB])
+@pytest.mark.parametrize("apart", [False, True], ids=["one namespace", "a namespace a turn"])
+def test_turns_of_8_to_32_kib_runs_are_written_once_and_occupy_what_they_have(
+    pion_server: RunningServer, run_bytes: int, layout: str, apart: bool
+) -> None:
+    turns, layers = 20, 16
+    stored = turns * layers * len(SIDES) * run_bytes
+    with Wire.tcp(pion_server.port) as wire:
+        before, empty = _written(pion_server.pid), _occupied(pion_server.dir)
+        for turn in range(turns):
+            name = f"n{turn}" if apart else "n"
+            if apart or not turn:
+                _registered(wire, name, run_bytes)
+            first = 0 if apart else turn
+            assert set(wire.together(*_turn(name, first, layers, run_bytes, layout))) == {"OK"}
+        assert (_written(pion_server.pid) - before) / stored <= 1.2
+        assert wire.ask("KV.PREFIX.SAVE") == "OK"
+        assert (_written(pion_server.pid) - before) / stored <= 1.2
+        assert (_occupied(pion_server.dir) - empty) / stored <= 1.2
+        assert wire.info("KV.PREFIX.INFO")["vstore_bytes"] == str(stored)
+
+
+def _only_run(driver: Driver, sid: bytes, layer: int) -> Run:
+    (run,) = driver.store.state.sessions[sid].layers[layer].runs()
+    return run
+
+
+def test_runs_from_4_kib_on_go_to_the_segment_dense_and_from_64_kib_on_spaced(
+    folder: Path,
+) -> None:
+    with Driver(folder) as driver:
+        driver.ask(*register("a", 4))
+        for layer, count in enumerate((31, 32, 511, 512)):  # rows of 128 bytes
+            driver.ask(*rows("a_pk", layer, 0, count))
+        runs = [_only_run(driver, b"a_pk", layer) for layer in range(4)]
+        assert [type(run.place) for run in runs] == [Inline, InSegment, InSegment, InSegment]
+        assert [run.shape.padded for run in runs] == [31, 32, 511, 576]
+        driver.ask(*rows("a_pv", 0, 0, 31))
+        driver.ask("KV.PREFIX.MAP", "a")
+        assert _only_run(driver, b"a_pk", 0).shape.padded == 31
+        assert agrees(driver, "a") == 5
+
+
+def test_what_a_header_does_not_need_of_its_room_is_a_hole(folder: Path) -> None:
+    with Driver(folder) as driver:
+        driver.ask(*register("a"))
+        for side in SIDES:
+            driver.ask(*rows("a" + side, 0, 0, 64))
+        driver.ask("KV.PREFIX.SAVE")
+        assert open_sealed(driver) == 1
+        (segment,) = driver.store.segments.segments.values()
+        assert segment.header_bytes == 512
+        names = set(sealed_tensors(segment.path))
+        assert names == {"k.0.0-64", "v.0.0-64", "dead.512"}
+        assert segment.path.stat().st_size == SMALL_HEADER_RESERVE + 2 * 64 * 128
+        assert segment.path.stat().st_blocks * 512 <= 2 * 64 * 128 + 3 * 4096
+        assert agrees(driver, "a") == 2
+
+
+def test_a_group_with_many_runs_needs_few_files(folder: Path) -> None:
+    with Driver(folder) as driver:
+        driver.ask(*register("a", 16))
+        for turn in range(10):
+            for layer in range(16):
+                for side in SIDES:
+                    driver.ask(*rows("a" + side, layer, 32 * turn, 32))
+        assert len(driver.store.segments.segments) == 2
+        assert agrees(driver, "a") == 320
+        assert open_sealed(driver) == 2
+
+
+def test_short_rows_that_a_disk_refuses_leave_nothing_behind(folder: Path) -> None:
+    with Driver(folder) as driver:
+        driver.ask(*register("a"))
+        driver.ask(*rows("a_pk", 0, 0, 32))
+        whole, used = driver.content(), driver.store.space.disk_bytes()
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        with mock.patch.object(os, "pwritev", side_effect=full):
+            assert "No space left" in refused(driver, *rows("a_pk", 0, 32, 32))
+        assert driver.content() == whole and driver.store.space.disk_bytes() == used
+        driver.ask(*rows("a_pk", 0, 32, 32))
+        driver.ask(*rows("a_pv", 0, 0, 64))
+        assert agrees(driver, "a") == 3 and open_sealed(driver) == 1
+
+
+def test_the_folder_of_segments_is_flushed_when_files_came_not_each_time(folder: Path) -> None:
+    with Driver(folder, Options(appendfsync="always")) as driver:
+        inode = driver.store.segments.path.stat().st_ino
+        driver.ask(*register("a"))
+        flushes = []
+        for start in (0, 512, 1024):
+            with counting("fsync") as seen:
+                driver.ask(*rows("a_pk", 0, start, 512))
+            flushes.append(seen.count(inode))
+        assert flushes == [1, 0, 0]
+        driver.ask(*register("b"))
+        with counting("fsync") as seen:
+            driver.ask(*rows("b_pk", 0, 0, 512))
+        assert seen.count(inode) == 1
+
+
+def test_where_each_store_is_flushed_short_runs_ride_in_the_log_that_alone_is_flushed(
+    folder: Path,
+) -> None:
+    with Driver(folder, Options(appendfsync="always")) as driver:
+        driver.ask(*register("a"))
+        with counting("fsync") as seen:
+            driver.ask(*rows("a_pk", 0, 0, 511))
+        assert seen == [driver.store.paths.vstore_wal.stat().st_ino]
+        assert isinstance(_only_run(driver, b"a_pk", 0).place, Inline)
+
+
+@needs_proc
+def test_bytes_on_disk_are_those_of_the_files_while_they_grow(folder: Path) -> None:
+    with Driver(folder) as driver:
+        for name in "ab":
+            driver.ask(*register(name))
+        for step in range(6):
+            driver.ask(*rows("ab"[step % 2] + "_pk", 0, 40 * step, 40 * (step + 1)))
+            files = driver.store.segments.path.iterdir()
+            found = sum(file.stat().st_blocks * 512 for file in files)
+            assert driver.store.space.disk_bytes() == found
