@@ -19,6 +19,7 @@ from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.server.commands.server_info import resident_bytes
 from pion_vllm_mlx.server.listening import bind
 from pion_vllm_mlx.server.session import Server
+from pion_vllm_mlx.server.store.findings import told
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -28,6 +29,11 @@ if TYPE_CHECKING:
 REQUEST_SECONDS = 5.0
 MAX_REQUEST_BYTES = 8 << 10
 PREFIX = "pion_"
+_AT_START = {
+    "start_damaged_files": "Set aside by the last start.",
+    "start_skipped_records": "More damage in the same files.",
+    "start_cut_bytes": "Cut off the ends of logs by the last start.",
+}
 _NO_ANSWER = (
     asyncio.TimeoutError,
     asyncio.IncompleteReadError,
@@ -50,6 +56,7 @@ def samples(server: Server) -> Iterator[Sample]:
     yield from _receipt(server)
     yield from _process(server)
     yield from _store(server)
+    yield from _files(server)
     yield from _attention(server)
 
 
@@ -77,15 +84,22 @@ def _receipt(server: Server) -> Iterator[Sample]:
 
 
 def _process(server: Server) -> Iterator[Sample]:
-    now, _ = resident_bytes()
+    now, peak = resident_bytes()
+    limit = server.memory_limit
     in_flight = server.pool.held + server.long_arguments.held
     yield Sample("uptime_seconds", "gauge", server.ledger.uptime(), "Since the server started.")
     yield Sample("resident_memory_bytes", "gauge", now, "Resident memory of the server.")
+    yield Sample("resident_memory_peak_bytes", "gauge", peak, "The most it was.")
+    yield Sample("memory_limit_bytes", "gauge", limit.maxmemory, "--maxmemory; 0: none.")
+    yield Sample(
+        "memory_limit_refusing", "gauge", limit.exceeded(), "1 while writes are refused for it."
+    )
     yield Sample(
         "memory_store_bytes", "gauge", server.memory.stored_bytes, "Stores held in memory alone."
     )
     yield Sample("in_flight_bytes", "gauge", in_flight, "Bytes received and not yet stored.")
     yield Sample("connected_clients", "gauge", len(server.clients), "Open connections.")
+    yield Sample("clients_limit", "gauge", server.config.max_connections, "How many may be.")
     yield Sample("connections", "counter", server.connections_total, "Connections so far.")
     yield Sample("commands", "counter", server.commands_total, "Commands so far.")
     yield Sample(
@@ -98,16 +112,12 @@ def _process(server: Server) -> Iterator[Sample]:
 
 def _store(server: Server) -> Iterator[Sample]:
     store, state = server.store, server.store.state
-    wal = store.vstore_wal.size + store.ssm_wal.size
+    sums = server.totals.sums()
+    yield Sample("prefixes", "gauge", sums.prefixes, "Namespaces whose both sides are there.")
+    yield Sample("prefix_tokens", "gauge", sums.prefix_tokens, "Tokens of their first layers.")
     yield Sample("sessions", "gauge", len(state.sessions), "Sessions: one a side of a prefix.")
     yield Sample("sessions_limit", "gauge", store.config.max_sessions, "How many are kept.")
-    yield Sample(
-        "row_bytes", "gauge", server.totals.sums().row_bytes, "Rows in their storage formats."
-    )
-    yield Sample("disk_bytes", "gauge", store.space.used_bytes(), "What the data folder takes.")
-    yield Sample("disk_budget_bytes", "gauge", store.space.disk_budget, "Its limit; 0: none.")
-    yield Sample("wal_bytes", "gauge", wal, "Logs of rows and states since the last save.")
-    yield Sample("keyspace_wal_bytes", "gauge", server.keyspace.wal_bytes, "Log of plain keys.")
+    yield Sample("row_bytes", "gauge", sums.row_bytes, "Rows in their storage formats.")
     yield Sample("evictions", "counter", store.space.evictions, "Sessions evicted for room.")
     yield Sample("damaged", "counter", store.counters.damaged, "Sessions that did not verify.")
     yield Sample("fetches", "counter", store.counters.fetches, "Fetches of rows.")
@@ -115,6 +125,26 @@ def _store(server: Server) -> Iterator[Sample]:
     yield Sample(
         "shared_bytes", "counter", store.counters.bytes_shared, "Equal rows that others hold too."
     )
+    yield Sample(
+        "copied_bytes", "counter", store.counters.bytes_copied, "Copied to give dead bytes back."
+    )
+
+
+def _files(server: Server) -> Iterator[Sample]:
+    store = server.store
+    wal = store.vstore_wal.size + store.ssm_wal.size
+    yield Sample("disk_bytes", "gauge", store.space.used_bytes(), "What the data folder takes.")
+    yield Sample("disk_budget_bytes", "gauge", store.space.disk_budget, "Its limit; 0: none.")
+    yield Sample("segment_bytes", "gauge", store.space.disk_bytes(), "What segments take of it.")
+    yield Sample("wal_bytes", "gauge", wal, "Logs of rows and states since the last save.")
+    yield Sample("keyspace_wal_bytes", "gauge", server.keyspace.wal_bytes, "Log of plain keys.")
+    replayed = store.replayed
+    yield Sample(
+        "replayed_records", "gauge", replayed.vstore + replayed.ssm, "Of the logs, at the start."
+    )
+    found = told([*replayed.notes, *server.keyspace.notes])
+    for name, text in _AT_START.items():
+        yield Sample(name, "gauge", found[name], text)
 
 
 def _attention(server: Server) -> Iterator[Sample]:
@@ -123,8 +153,12 @@ def _attention(server: Server) -> Iterator[Sample]:
     yield Sample("attention_bytes", "gauge", slots.nbytes, "K/V resident for attention.")
     yield Sample("attention_budget_bytes", "gauge", slots.budget, "Their limit; 0: none.")
     yield Sample("attention_slots", "gauge", len(slots.warm), "Layers that are resident.")
+    yield Sample("attention_cold_slots", "gauge", len(slots.cold), "Layers that left it.")
     yield Sample("attention_queries", "counter", engine.queries, "Queries answered.")
-    yield Sample("attention_demotions", "counter", counted.demotions, "Layers that had to leave.")
+    yield Sample(
+        "attention_shared_passes", "counter", engine.shared_passes, "Passes for several queries."
+    )
+    yield Sample("attention_demotions", "counter", counted.demotions, "Times that a layer had to.")
     yield Sample("attention_rehydrates", "counter", counted.rehydrates, "Layers that came back.")
 
 

@@ -64,6 +64,82 @@ def test_metrics_are_the_numbers_of_the_receipt_and_of_the_store(server: Running
     assert found["pion_resident_memory_bytes"] > 1 << 20
 
 
+#: what INFO and KV.PREFIX.INFO tell as numbers, and the metric that has it.
+METRIC_OF = {
+    "uptime_in_seconds": "uptime_seconds",
+    "used_memory": "resident_memory_bytes",
+    "used_memory_peak": "resident_memory_peak_bytes",
+    "memory_store_bytes": "memory_store_bytes",
+    "attend_bytes": "attention_bytes",
+    "attend_budget_bytes": "attention_budget_bytes",
+    "maxmemory": "memory_limit_bytes",
+    "maxmemory_refusing_writes": "memory_limit_refusing",
+    "connected_clients": "connected_clients",
+    "maxclients": "clients_limit",
+    "in_flight_bytes": "in_flight_bytes",
+    "keyspace_wal_bytes": "keyspace_wal_bytes",
+    "wal_bytes": "wal_bytes",
+    "disk_used_bytes": "disk_bytes",
+    "disk_budget_bytes": "disk_budget_bytes",
+    "start_damaged_files": "start_damaged_files",
+    "start_skipped_records": "start_skipped_records",
+    "start_cut_bytes": "start_cut_bytes",
+    "total_connections_received": "connections_total",
+    "total_commands_processed": "commands_total",
+    "housekeeping_errors": "housekeeping_errors_total",
+    "kvprefix_hits": "prefix_hits_total",
+    "kvprefix_misses": "prefix_misses_total",
+    "kvprefix_hits_measured": "prefix_hits_measured_total",
+    "kvprefix_tokens_served": "prefix_tokens_served_total",
+    "kvprefix_bytes_served": "prefix_bytes_served_total",
+    "prefill_seconds_avoided": "prefill_avoided_seconds_total",
+    "prefill_seconds_avoided_measured": "prefill_avoided_measured_seconds_total",
+    "registered_prefixes": "prefixes",
+    "total_prefix_tokens": "prefix_tokens",
+    "vstore_sessions": "sessions",
+    "vstore_max_sessions": "sessions_limit",
+    "vstore_total_fetches": "fetches_total",
+    "vstore_bytes": "row_bytes",
+    "vstore_disk_bytes": "segment_bytes",
+    "vstore_copied_bytes": "copied_bytes_total",
+    "vstore_shared_bytes": "shared_bytes_total",
+    "vstore_evictions": "evictions_total",
+    "vstore_damaged": "damaged_total",
+    "wal_replayed": "replayed_records",
+    "sdpa_warm": "attention_slots",
+    "sdpa_cold": "attention_cold_slots",
+    "sdpa_demotions": "attention_demotions_total",
+    "sdpa_rehydrates": "attention_rehydrates_total",
+    "sdpa_bytes": "attention_bytes",
+    "sdpa_queries": "attention_queries_total",
+    "sdpa_shared_passes": "attention_shared_passes_total",
+}
+#: numbers that need no metric: addresses and constants, parts and other units of what has one.
+NO_METRIC = {
+    *("process_id", "tcp_port", "tls_port", "binary_port", "affinity_port", "worker_id"),
+    *("worker_process_id", "workers", "loading", "semantic_hits", "semantic_misses", "moe_hits"),
+    *("moe_misses", "vector_queries", "kvprefix_prefill_us_saved", "directory_enabled"),
+    *("kvprefix_prefill_us_measured", "ssm_wal_bytes", "ssm_wal_replayed", "wal_appended"),
+    *("used_memory_anonymous", "directory_entries"),
+}
+#: what another command or the look at it changes
+MOVING = {"uptime_in_seconds", "used_memory", "used_memory_peak", "total_commands_processed"}
+
+
+def test_every_number_of_info_is_a_metric_of_the_same_value(server: RunningServer) -> None:
+    with Wire.tcp(server.port) as wire:
+        wire.ok("KV.PREFIX.REGISTER", "shown", 4, "fp32")
+        for side in ("_pk", "_pv"):
+            wire.ok("V.STOREBATCH", f"shown{side}", 0, 0, 2, ROW * 2)
+        told = {**wire.info("INFO"), **wire.info("KV.PREFIX.INFO")}
+        found = numbers(server)
+    counted = {name: text for name, text in told.items() if text.replace(".", "", 1).isdigit()}
+    assert counted.keys() - NO_METRIC == METRIC_OF.keys()
+    for name in METRIC_OF.keys() - MOVING:
+        assert found[f"pion_{METRIC_OF[name]}"] == float(counted[name]), name
+    assert all(f"pion_{METRIC_OF[name]}" in found for name in MOVING)
+
+
 def test_the_page_shows_the_receipt_and_no_name(server: RunningServer) -> None:
     with Wire.tcp(server.port) as wire:
         wire.ok("KV.PREFIX.REGISTER", "secret-name", 4, "fp32")
