@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
 from pion_vllm_mlx.cache.connection import RespConnection, info_fields
-from pion_vllm_mlx.errors import PermissionRefused, StoreUnavailable
+from pion_vllm_mlx.errors import GreetingRefused, PermissionRefused, StoreUnavailable
 from pion_vllm_mlx.tools.store_access import (
     Access,
     add_url,
@@ -36,18 +35,54 @@ _CLEAR = "\x1b[H\x1b[2J"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the report; with ``--watch`` until it is interrupted."""
+    """Print the report; with ``--watch`` until it is interrupted, whoever restarts the server."""
     options = _parser().parse_args(arguments)
-    with store(options, start=False) as access:
-        before: Numbers = {}
-        for number in itertools.count(1):
-            now = read(access)
-            print(_text(options, access, now, before), flush=True)
-            if options.watch is None or number == options.count:
-                return 0
-            before = now
-            time.sleep(options.watch)
+    watching = _Watching(options)
+    while not watching.over:
+        try:
+            with store(options, start=False) as access:
+                watching.report(access)
+        except StoreUnavailable as error:
+            watching.wait(error)
     return 0
+
+
+class _Watching:
+    """The reports so far; a server that had answered and does not any more is waited for."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._before: Numbers = {}
+        self._printed = 0
+        self._waiting = False
+
+    @property
+    def over(self) -> bool:
+        """Whether everything is printed that was asked for."""
+        once = self._options.watch is None
+        return bool(self._printed) and (once or self._printed == self._options.count)
+
+    def report(self, access: Access) -> None:
+        """Print reports to the last one. Raises what the connection raises."""
+        while not self.over:
+            now = read(access)
+            if self._waiting:
+                self._waiting = False
+                print(f"{access.url} answers again", file=sys.stderr, flush=True)
+            print(_text(self._options, access, now, self._before), flush=True)
+            self._before = now
+            self._printed += 1
+            if not self.over:
+                time.sleep(self._options.watch)
+
+    def wait(self, error: StoreUnavailable) -> None:
+        """Let some time pass; says once why. Raises the error where waiting does not help."""
+        if not self._printed or isinstance(error.__cause__ or error, GreetingRefused):
+            raise error
+        if not self._waiting:
+            print(f"waiting for the server: {error}", file=sys.stderr, flush=True)
+        self._waiting = True
+        time.sleep(self._options.watch)
 
 
 def _parser() -> argparse.ArgumentParser:

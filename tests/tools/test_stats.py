@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,38 @@ def test_stats_as_json_has_every_number_and_watch_repeats(
     assert {"kvprefix_hits", "vstore_disk_bytes", "connected_clients"} <= set(lines[0])
     commands = [int(line["total_commands_processed"]) for line in lines]
     assert commands == sorted(set(commands))
+
+
+def test_a_server_that_is_restarted_is_waited_for_while_it_is_watched(tmp_path: Path) -> None:
+    out, error = tmp_path / "out", tmp_path / "error"
+
+    def until(file: Path, text: str) -> None:
+        ends_at = time.monotonic() + 60
+        while text not in file.read_text():
+            assert watching.poll() is None and time.monotonic() < ends_at, error.read_text()
+            time.sleep(0.02)
+
+    with running_server(tmp_path / "data") as server, out.open("w") as a, error.open("w") as b:
+        command = [sys.executable, "-m", "pion_vllm_mlx", "stats", "--json", "--watch", "0.2"]
+        command += ["--url", f"tcp://127.0.0.1:{server.port}", "--count", "1000"]
+        watching = subprocess.Popen(command, stdout=a, stderr=b)
+        try:
+            until(out, f'"worker_process_id": "{server.pid}"')
+            server.kill()
+            until(error, "waiting for the server")
+            server.start()
+            until(out, f'"worker_process_id": "{server.pid}"')
+            until(error, "answers again")
+        finally:
+            watching.kill()
+            watching.wait()
+    assert error.read_text().count("waiting for the server") == 1
+
+
+def test_a_server_that_never_answered_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
+    place = f"tcp://127.0.0.1:{free_port_block()}"
+    assert cli.main(["stats", "--url", place, "--watch", "0.1"]) == 1
+    assert "waiting" not in capsys.readouterr().err
 
 
 def test_stats_of_a_server_without_prefixes_still_works(
