@@ -90,6 +90,8 @@ REFUSED: list[tuple[str, tuple[Word, ...]]] = [
     ("", ("KV.PREFIX.REGISTER", "new", 4, "fp16", "PREFILL_MS")),
     ("", ("KV.PREFIX.REGISTER", "new", 4, "fp16", "HEADS", 0)),
     ("", ("KV.PREFIX.REGISTER", "new", 4, "fp16", "HEADS", 1, "heads", 1)),
+    ("HEADS 3 does not divide kv_dim 4", ("KV.PREFIX.REGISTER", "new", 4, "fp16", "HEADS", 3)),
+    ("HEADS 8 does not divide kv_dim 4", ("KV.PREFIX.REGISTER", "new", 4, "fp16", "HEADS", 8)),
     ("unknown option", ("KV.PREFIX.REGISTER", "new", 4, "fp16", "EXTRA")),
     ("LEAVES", ("KV.PREFIX.REGISTER", "new", 4, "fp16", "LEAVES", "{")),
     ("LEAVES", ("KV.PREFIX.REGISTER", "new", 4, "fp16", "LEAVES", "[]")),

@@ -102,6 +102,8 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
     given = arguments.options(args[4:], _REGISTER_OPTIONS, where)
     prefill = arguments.given_integer(given, "PREFILL_MS", 0, MAX_PREFILL_MS)
     heads = arguments.given_integer(given, "HEADS", 1, 1024)
+    if heads and dim % heads and "LEAVES" not in given:
+        raise CommandError(f"{where}: HEADS {heads} does not divide kv_dim {dim}")
     specs = parse_leaves(given["LEAVES"][0]) if "LEAVES" in given else ({}, {})
     table = parse_blocks(given["BLOCKS"]) if "BLOCKS" in given else None
     fmt = resolve(requested, dim).name
