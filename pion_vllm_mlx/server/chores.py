@@ -18,6 +18,7 @@ from pion_vllm_mlx.config import EmbeddedDefaults
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.session import Server
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
+from pion_vllm_mlx.server.store.store import Store
 
 log = logging.getLogger("pion_vllm_mlx.server")
 
@@ -34,6 +35,8 @@ _MEND_SECONDS = 1.0
 #: how long a duty rests that a bug has ended.
 BUG_REST_SECONDS = 10.0
 _TICK_SECONDS = 0.25
+#: how many sessions leave at once where there are more than the limit allows.
+_LEAVING_BATCH = 256
 
 
 def _always(now: float, begun: float) -> bool:
@@ -106,11 +109,20 @@ def _housekeeping(server: Server) -> list[Duty]:
     return [
         Duty("flushing", store.flush, flush_is_due),
         Duty("dropping old prefixes", store.expire),
+        Duty("keeping to --max-sessions", partial(_fit_sessions, store)),
         Duty("closing files", store.close_retired),
         Duty("trying again", server.mend, mending_is_due, SAVE_RETRY_SECONDS),
         Duty("telling other workers", partial(_exchange, server)),
         Duty("closing stalled connections", partial(_abort_stalled, server)),
     ]
+
+
+async def _fit_sessions(store: Store) -> None:
+    """An earlier start may have allowed more sessions than this one."""
+    excess = len(store.state.sessions) - store.config.max_sessions
+    if excess > 0:
+        most = min(excess, _LEAVING_BATCH)
+        await store.commit(lambda: store.space.evict_for_sessions((), most))
 
 
 async def _abort_stalled(server: Server) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -153,6 +154,26 @@ def test_what_can_never_fit_is_refused_and_evicts_nobody(
         assert wire.ask("V.FETCH", "a_pk", 0, "RANGE", 0, rows, "FMT", "NATIVE") == kept
         assert wire.ask("V.FETCH", "b_pk", 0, "RANGE", 0, 1) is None
         assert wire.info("KV.PREFIX.INFO")["vstore_evictions"] == "0"
+
+
+def test_a_start_with_fewer_sessions_allowed_lets_the_oldest_leave_at_once(
+    server: RunningServer,
+) -> None:
+    server.start("--max-sessions", "20")
+    with Wire.tcp(server.port) as wire:
+        for number in range(10):
+            wire.ok("KV.PREFIX.REGISTER", f"n{number}", 4, "fp32")
+        assert wire.ask("KV.PREFIX.LOOKUP", "n0") == "HIT"
+    server.restart("--max-sessions", "4")
+    with Wire.tcp(server.port) as wire:
+        ends_at = time.monotonic() + 20
+        while wire.info("KV.PREFIX.INFO")["vstore_sessions"] != "4":
+            assert time.monotonic() < ends_at
+            time.sleep(0.02)
+    server.restart("--max-sessions", "20")
+    with Wire.tcp(server.port) as wire:
+        hits = [n for n in range(10) if wire.ask("KV.PREFIX.LOOKUP", f"n{n}") == "HIT"]
+        assert hits == [8, 9]
 
 
 def test_an_export_goes_with_its_evicted_session(server: RunningServer) -> None:

@@ -269,8 +269,10 @@ class Space:
         sides = self.state.sides(group) if group != session.sid else [session]
         return not any(side.layers for side in sides) and group not in with_states
 
-    def evict_for_sessions(self, arriving: Sequence[bytes]) -> list[Record]:
-        """Effects that free session slots for new sessions of these sids.
+    def evict_for_sessions(
+        self, arriving: Sequence[bytes], most: int | None = None
+    ) -> list[Record]:
+        """Effects that free session slots for new sessions of these sids, ``most`` of them.
 
         Whoever has the most of them: no pinned one leaves while another is there that is not.
         """
@@ -280,7 +282,7 @@ class Space:
             return effects
         kept = protected(self.pin_limits, reversed(self.state.by_access()))
         victims = self.policy.victims(self.state, Shortage.SESSIONS, arriving)
-        for victim in sorted(victims, key=lambda session: session.sid in kept)[:excess]:
+        for victim in sorted(victims, key=lambda session: session.sid in kept)[:excess][:most]:
             effects += drop_session(self.state, victim, EVICTED, int(time.time()))
         return effects
 
