@@ -249,3 +249,60 @@ def set_up_products() -> None:
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
+
+def forced_kernel() -> str | None:
+    """The name of the attention kernels to use whatever the table of choices says."""
+    return os.environ.get("PION_KERNEL") or None
+
+
+def serve_api_key() -> str | None:
+    """The API key of ``serve`` where no flag names one."""
+    return os.environ.get("PION_API_KEY") or None
+
+
+def preloaded_libraries() -> str:
+    """The dynamic loader's list of preloaded libraries, empty where there is none."""
+    return os.environ.get("LD_PRELOAD", "")
+
+
+def socket_dir(name_bytes: int = 40) -> Path:
+    """A private folder (mode 0700, ours) for Unix sockets whose names have ``name_bytes``.
+
+    The runtime folder of the login session where there is one, else the temporary folder, else
+    ``/tmp``, which is short everywhere.
+
+    Raises ``ConfigError`` when none of them can hold a private folder with a short enough path.
+    """
+    refusals = []
+    for parent in _socket_parents():
+        folder = parent / f"pion-{os.getuid()}"
+        if len(os.fsencode(folder)) + 1 + name_bytes > MAX_SOCKET_PATH_BYTES:
+            refusals.append(f"{folder} is too long")
+            continue
+        reason = _make_private(folder)
+        if reason is None:
+            return folder
+        refusals.append(f"{folder}: {reason}")
+    raise ConfigError("no folder for the server's Unix socket: " + "; ".join(refusals))
+
+
+def _socket_parents() -> list[Path]:
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    parents = [Path(runtime)] if runtime else []
+    return [*parents, Path(tempfile.gettempdir()), Path("/tmp")]
+
+
+def _make_private(folder: Path) -> str | None:
+    """Make ``folder`` with mode 0700, or say why it cannot be trusted."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        status = os.lstat(folder)
+    except OSError as error:
+        return str(error.strerror)
+    if not os.path.isdir(folder) or os.path.islink(folder):
+        return "not a folder"
+    # In a folder that anybody may write to, somebody else may have made it first.
+    if status.st_uid != os.getuid() or status.st_mode & 0o077:
+        return "belongs to somebody else, or others may write to it"
+    return None
