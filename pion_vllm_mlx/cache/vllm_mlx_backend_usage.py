@@ -13,10 +13,10 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from concurrent.futures import Future
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from pion_vllm_mlx.cache.beside import MOST_DEADLINES
@@ -24,6 +24,13 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_cache import UNEXPECTED, PionPrefixCac
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Lookup, Miss
 from pion_vllm_mlx.cache.vllm_mlx_backend_prefill import NoTokens, lookup_of
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import ADD_TO_ENGINE, ADD_TO_MLLM, Replacements
+from pion_vllm_mlx.cache.vllm_mlx_backend_tally import (
+    Asked,
+    Tally,
+    Told,
+    Unstored,
+    complete_usage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,24 +44,6 @@ PATHS = frozenset(
 )
 
 
-@dataclass
-class Asked:
-    """One request of the engine, and the cache that served it."""
-
-    request: Any
-    cache: PionPrefixCache
-
-    @property
-    def prompt(self) -> int:
-        """Tokens of the prompt."""
-        return int(self.request.num_prompt_tokens)
-
-    @property
-    def cached(self) -> int:
-        """Tokens of it that were not computed; 0 too where a restored cache was refused."""
-        return int(self.request.cached_tokens)
-
-
 @dataclass(frozen=True)
 class Rendered:
     """A prompt as the engine would have been given it; ``core`` None: that of an image model."""
@@ -63,7 +52,9 @@ class Rendered:
     tokens: list[int]
 
 
-_ASKED: ContextVar[list[Asked] | None] = ContextVar("pion_asked", default=None)
+#: what an image model may be asked about, in the order of vllm-mlx's arguments
+_MEDIA = ("images", "videos", "audio")
+_ASKED: ContextVar[list[Told] | None] = ContextVar("pion_asked", default=None)
 #: where it holds a list, prompts are rendered into it and refused instead of answered.
 RENDER_ONLY: ContextVar[list[Rendered] | None] = ContextVar("pion_render_only", default=None)
 
@@ -102,23 +93,40 @@ def patch_engine(replacements: Replacements) -> None:
 
 
 def patch_image_models(replacements: Replacements) -> None:
-    """Have the text requests of image models rendered, too, where nothing else is wanted."""
+    """Have the text requests of image models rendered, too, where nothing else is wanted.
+
+    Of those about images it is told that they are not stored.
+    """
     from fastapi import HTTPException
 
     original: Callable[..., Awaitable[str]] = vars(ADD_TO_MLLM.owner())[ADD_TO_MLLM.name]
 
     @functools.wraps(original)
     async def add_request(self: Any, prompt: str, *args: Any, **options: Any) -> str:
-        rendered = RENDER_ONLY.get()
+        rendered, given = RENDER_ONLY.get(), {**dict(zip(_MEDIA, args, strict=False)), **options}
+        media = next((kind for kind in _MEDIA if given.get(kind)), None)
         if rendered is None:
-            return await original(self, prompt, *args, **options)
-        if any(args) or any(options.get(kind) for kind in ("images", "videos", "audio")):
+            request_id = await original(self, prompt, *args, **options)
+            if media is not None:
+                _note_unstored(self.requests.get(request_id), f"{media} are not stored")
+            return request_id
+        if media is not None:
             raise HTTPException(400, "what images and sounds become in tokens is not known ahead")
         tokenizer = getattr(self.processor, "tokenizer", self.processor)
         rendered.append(Rendered(None, [int(token) for token in tokenizer.encode(prompt)]))
         raise HTTPException(503, "rendered only")
 
     replacements.replace(ADD_TO_MLLM, add_request)
+
+
+def _note_unstored(request: Any, why: str) -> None:
+    """Have a request that nothing is kept of told as what it is."""
+    if request is None:
+        return
+    log.info("request %s: %s", request.request_id[:12], why)
+    asked = _ASKED.get()
+    if asked is not None:
+        asked.append(Unstored(request, why))
 
 
 async def _look_up(core: Any, prompt: Any) -> Lookup | None:
@@ -178,7 +186,7 @@ class UsageLayer:
         if scope["type"] != "http" or scope["path"] not in PATHS:
             await self._app(scope, receive, send)
             return
-        asked: list[Asked] = []
+        asked: list[Told] = []
         token = _ASKED.set(asked)
         try:
             answer = Answer(lambda: Tally.of(asked) if asked else None)
@@ -222,7 +230,7 @@ class Answer:
     def _begun(self, body: bytes) -> bytes:
         """A chunk with what is known of the prompt, once the engine was given it."""
         tally = self.tally()
-        if tally is None:
+        if tally is None or not tally.begun:
             return body
         self.prompt_told = True
         with contextlib.suppress(ValueError):
@@ -285,63 +293,3 @@ class _Sender:
         headers.append((b"content-length", str(len(body)).encode()))
         await self._forward({**self._start, "headers": headers})
         await self._forward({"type": "http.response.body", "body": body})
-
-
-@dataclass(frozen=True)
-class Tally:
-    """Tokens asked and reused over the engine's requests of one HTTP request."""
-
-    prompt: int
-    cached: int
-    lookups: tuple[Lookup, ...] = ()
-    tokens_per_second: float = 0.0
-    tiers: tuple[str, ...] = field(default=())
-
-    @classmethod
-    def of(cls, asked: Sequence[Asked]) -> Tally:
-        """Add up."""
-        lookups = tuple(lookup_of(one.request) for one in asked)
-        return cls(
-            sum(one.prompt for one in asked),
-            sum(one.cached for one in asked),
-            lookups,
-            max(one.cache.prefill_tokens_per_second for one in asked),
-            tuple(sorted({found.tier for found in lookups if found.reused_tokens})),
-        )
-
-    def prompt_usage(self) -> dict[str, int]:
-        """What usage says of the prompt."""
-        return {"prompt_tokens": self.prompt, "cached_tokens": self.cached}
-
-    def receipt(self) -> dict[str, Any]:
-        """What was reused, from where, and the time that spared on this machine."""
-        restore_ms = sum(found.restore_ms for found in self.lookups)
-        rate = self.tokens_per_second
-        saved = round(self.cached / rate * 1000 - restore_ms, 3) + 0.0 if rate else None  # no -0.0
-        return {
-            "prompt_tokens": self.prompt,
-            "reused_tokens": self.cached,
-            "computed_tokens": self.prompt - self.cached,
-            "tier": "+".join(self.tiers) if self.cached else "none",
-            "restore_ms": round(restore_ms, 3),
-            "saved_ms": saved,
-            "why": next((found.why for found in self.lookups if found.why), ""),
-        }
-
-
-def complete_usage(usage: Any, tally: Tally) -> bool:
-    """Complete one ``usage`` object in the terms of its API; whether it was one."""
-    if not isinstance(usage, dict):
-        return False
-    if "prompt_tokens" in usage:
-        details = usage.get("prompt_tokens_details") or {}
-        usage["prompt_tokens_details"] = {**details, "cached_tokens": tally.cached}
-    elif "input_tokens_details" in usage:
-        details = usage["input_tokens_details"] or {}
-        usage["input_tokens_details"] = {**details, "cached_tokens": tally.cached}
-    elif "output_tokens" in usage:
-        usage["input_tokens"] = tally.prompt - tally.cached
-        usage["cache_read_input_tokens"] = tally.cached
-    else:
-        return False
-    return True

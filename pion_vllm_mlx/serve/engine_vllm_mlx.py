@@ -21,13 +21,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pion_vllm_mlx.cache import vllm_mlx_backend_prefill
+from pion_vllm_mlx.cache import vllm_mlx_backend_prefill, vllm_mlx_backend_usage
 from pion_vllm_mlx.cache.vllm_mlx_backend import (
     BackendSettings,
     install_vllm_mlx_backend,
     uninstall_vllm_mlx_backend,
 )
-from pion_vllm_mlx.errors import PionError
+from pion_vllm_mlx.errors import ConfigError, PionError
 from pion_vllm_mlx.serve.batch_processors import keep_processors
 from pion_vllm_mlx.serve.engine_child import (
     EngineLink,
@@ -40,7 +40,7 @@ from pion_vllm_mlx.serve.engine_vllm_mlx_app import EngineLayer
 from pion_vllm_mlx.serve.engine_vllm_mlx_refusals import check_server, wrong_flag
 from pion_vllm_mlx.serve.engine_vllm_mlx_samplers import patch_samplers
 from pion_vllm_mlx.serve.engine_vllm_mlx_stops import StopLayer, patch_stops
-from pion_vllm_mlx.serve.pion_flags import PionFlags, take_pion_flags
+from pion_vllm_mlx.serve.pion_flags import PionFlags, spare_model, take_pion_flags
 from pion_vllm_mlx.serve.store_options import store_options
 
 log = logging.getLogger(__name__)
@@ -55,6 +55,9 @@ OTHER_CACHES = {
     "no_memory_aware_cache": "it keeps entries by count, in this process",
     "ssd_cache_dir": "the store is the disk tier",
 }
+
+#: what vllm-mlx and its libraries raise for a model that is none
+NOT_LOADED = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def parse(arguments: Sequence[str]) -> EngineArguments:
     from vllm_mlx.cli import create_parser
 
     link, rest = take_link(arguments)
-    flags, rest = take_pion_flags(rest)
+    flags, rest = take_pion_flags(spare_model(rest))
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--log-level", type=str.upper, default="INFO")
     own.add_argument("--model", default=None)
@@ -131,9 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     set_log_level(parsed.log_level)
-    leave_requests_to_front(parsed.link, vllm_mlx_backend_prefill.__name__)
+    told = (vllm_mlx_backend_prefill, vllm_mlx_backend_usage)
+    leave_requests_to_front(parsed.link, *(module.__name__ for module in told))
     try:
         _serve(parsed)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     finally:
         for patch in reversed(patches):
             patch.undo()
@@ -181,7 +188,8 @@ def _serve(parsed: EngineArguments) -> None:
 def with_application(parsed: EngineArguments, run: Callable[..., None]) -> None:
     """vllm-mlx's own serve command; ``run(app, **options)`` stands for uvicorn's.
 
-    It prints its settings line by line: they are shown at DEBUG, or where it fails.
+    It prints its settings line by line: they are shown at DEBUG, or where it ends with a word of
+    its own. Raises ConfigError for a model that cannot be loaded, not even from the hub.
     """
     import uvicorn
     from vllm_mlx import cli
@@ -199,10 +207,17 @@ def with_application(parsed: EngineArguments, run: Callable[..., None]) -> None:
     try:
         with contextlib.redirect_stdout(said):
             cli.serve_command(parsed.serve)
-    finally:
-        uvicorn.run = original
+    except SystemExit:
         if not loaded:
             print(said.getvalue(), file=sys.stderr)
+        raise
+    except NOT_LOADED as error:
+        if loaded:
+            raise
+        name = parsed.model or parsed.serve.models_config
+        raise ConfigError(f"the model {name} cannot be loaded: {error}") from error
+    finally:
+        uvicorn.run = original
 
 
 def _server(settings: Any, parsed: EngineArguments) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ from pion_vllm_mlx.serve.engine_vllm_mlx_refusals import (
 )
 from pion_vllm_mlx.serve.explained import explained
 
+log = logging.getLogger(__name__)
+
 STATS, COUNT, EXPLAIN = "/v1/pion/stats", "/v1/pion/count_tokens", "/v1/pion/explain"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -51,7 +54,7 @@ class EngineLayer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, in_a_sentence(send, self._model))
             return
         headers = {key.lower(): value for key, value in scope["headers"]}
         if not authorized(self._link, headers.get(b"authorization", b"").decode("latin-1")):
@@ -119,6 +122,19 @@ class EngineLayer:
             for message in said:
                 await send(message)
         return found
+
+
+def in_a_sentence(send: Send, model: str) -> Send:
+    """A channel that tells why an application did not start by the last line of its traceback."""
+
+    async def tell(message: Message) -> None:
+        if message["type"] == "lifespan.startup.failed":
+            log.debug("%s", message.get("message"))
+            why = str(message.get("message")).strip().rpartition("\n")[2]
+            message = {**message, "message": f"the model {model} cannot be loaded: {why}"}
+        await send(message)
+
+    return tell
 
 
 async def render(app: App, scope: Scope, body: dict[str, Any]) -> tuple[Rendered | None, Said]:
@@ -254,9 +270,8 @@ def refuse(body: bytes, *, chat: bool) -> None:
         return  # vllm-mlx says so itself
     if not isinstance(asked, dict):
         return
-    sees = model_sees()
-    refuse_parts(asked, sees=sees)
-    refuse_ignored(asked, chat=chat, sees=sees)
+    refuse_parts(asked, sees=model_sees())
+    refuse_ignored(asked, chat=chat)
     refuse_foreign_tokens(biased_tokens(asked), vocabulary())
 
 

@@ -42,6 +42,9 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "default_temperature": (0, LARGEST),
     "default_top_p": (0, 1),
     "default_min_p": (0, 1),
+    "default_top_k": (-1, math.inf),
+    "default_presence_penalty": (-LARGEST, LARGEST),
+    "default_thinking_token_budget": (0, math.inf),
     "default_repetition_penalty": (0, LARGEST),
 }
 
@@ -53,6 +56,8 @@ def wrong_flag(serve: argparse.Namespace) -> str | None:
         if value is not None and not least <= value <= largest:
             most = f" and at most {largest:g}" if largest < LARGEST else ""
             return f"--{name.replace('_', '-')} must be at least {least:g}{most}"
+    if serve.specprefill and not serve.specprefill_draft_model:
+        return "--specprefill wants --specprefill-draft-model: the model that scores prompts"
     return None
 
 
@@ -74,10 +79,10 @@ def model_sees() -> bool:
         return True
 
 
-def refuse_ignored(asked: Json, *, chat: bool, sees: bool) -> None:
+def refuse_ignored(asked: Json, *, chat: bool) -> None:
     """Raises ValueError that names a setting of a body which would be ignored.
 
-    ``chat``: it is for the chat endpoint; ``sees``: see ``model_sees``.
+    ``chat``: it is for the chat endpoint.
     """
     greedy = asked.get("temperature") == 0
     if asked.get("seed") is not None and not greedy:
@@ -86,19 +91,28 @@ def refuse_ignored(asked: Json, *, chat: bool, sees: bool) -> None:
         _refuse("frequency_penalty")
     if _changes(asked, "xtc_probability") and not greedy:
         _refuse("xtc_probability")
-    if asked.get("repetition_penalty") not in (None, 0, 1):
-        if asked.get("repetition_context_size") not in (None, _CONTEXT_TOKENS):
-            _refuse("repetition_context_size", f"this engine always has {_CONTEXT_TOKENS}")
+    for penalty, nothing in (("repetition", (None, 0, 1)), ("presence", (None, 0))):
+        size = f"{penalty}_context_size"
+        if asked.get(f"{penalty}_penalty") not in nothing:
+            if asked.get(size) not in (None, _CONTEXT_TOKENS):
+                _refuse(size, f"this engine always has {_CONTEXT_TOKENS}")
+    _refuse_no_time(asked)
     if chat:
         _refuse_choice(asked)
     else:
         _refuse_of_chats(asked)
-    if sees:
+
+
+def _refuse_no_time(asked: Json) -> None:
+    """Raises ValueError for a ``timeout``, in seconds, that is over before anything is computed."""
+    if asked.get("timeout") is None:
         return
-    if asked.get("top_k") not in (None, 0, -1) and not greedy:
-        _refuse("top_k")
-    if _changes(asked, "presence_penalty"):
-        _refuse("presence_penalty")
+    try:
+        seconds = float(asked["timeout"])
+    except (TypeError, ValueError, OverflowError):
+        return  # vllm-mlx says so itself
+    if not seconds > 0:  # nan is not, either
+        _refuse("timeout", "must be a number of seconds above 0")
 
 
 def _refuse_of_chats(asked: Json) -> None:

@@ -2,8 +2,9 @@
 
 vllm-mlx has one sampler a batch, that of the request which began it: who joins others is sampled
 with their temperature.  mlx-lm's batches take a sampler a request, which is what it gets here
-where it asks for another than the batch has.  And what looks at the tokens of one reply, a JSON
-schema for example, ends that reply where it fails, not those of the whole batch.
+where it asks for another than the batch has.  ``top_k`` and ``presence_penalty``, which vllm-mlx
+itself heeds for image models alone, are heeded that way, too.  And what looks at the tokens of
+one reply, a JSON schema for example, ends that reply where it fails, not those of the whole batch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import mlx.core as mx
 
 from pion_vllm_mlx.cache.vllm_mlx_backend_cache import UNEXPECTED
 from pion_vllm_mlx.cache.vllm_mlx_backend_seams import Replacements, Seam, check
+from pion_vllm_mlx.serve.engine_mlx_lm_sampling import vocabulary_of
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ STOP_TOKENS = Seam("vllm_mlx.scheduler", "Scheduler._get_stop_tokens", ("self",)
 
 def patch_samplers() -> Replacements:
     """Has requests that join a batch keep their own settings. Raises PionMlxCompatError."""
-    from mlx_lm.sample_utils import make_sampler
+    from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
     check([ENSURE, INSERT, STOP_TOKENS])
     ensure, insert = (vars(seam.owner())[seam.name] for seam in (ENSURE, INSERT))
@@ -54,9 +56,12 @@ def patch_samplers() -> Replacements:
             ensure(self, sampling_params)
         one = sampling_params
         if self.batch_generator is not None:  # the same request is inserted next
-            same = self._current_sampler_params == (one.temperature, one.top_p, one.min_p)
-            own = None if same else make_sampler(one.temperature, one.top_p, one.min_p)
+            like, likeliest = (one.temperature, one.top_p, one.min_p), top_k(self.model, one.top_k)
+            same = self._current_sampler_params == like and not likeliest
+            own = None if same else make_sampler(*like, top_k=likeliest)
             self.batch_generator.pion_sampler = own
+            penalty = make_logits_processors(presence_penalty=one.presence_penalty)
+            self.batch_generator.pion_penalty = penalty
             self.batch_generator.pion_ends = sorted(self._get_stop_tokens())
 
     @functools.wraps(insert)
@@ -65,6 +70,11 @@ def patch_samplers() -> Replacements:
         if own is not None and not args:
             options.setdefault("samplers", [own] * len(prompts))
         ends, processors = vars(self).get("pion_ends"), options.get("logits_processors")
+        penalty = vars(self).get("pion_penalty")
+        if penalty:
+            asked = processors or [[]] * len(prompts)
+            processors = [[*(those or ()), *penalty] for those in asked]
+            options["logits_processors"] = processors
         if ends and processors:
             options["logits_processors"] = [
                 [failing_alone(one, ends) for one in those or ()] for those in processors
@@ -75,6 +85,14 @@ def patch_samplers() -> Replacements:
     replacements.replace(ENSURE, ensure_generator)
     replacements.replace(INSERT, insert_with_sampler)
     return replacements
+
+
+def top_k(model: Any, asked: int) -> int:
+    """How many of the likeliest tokens are drawn from; 0, as mlx-lm has it, for all there are.
+
+    The step of all requests fails on a number that is not below that of the tokens.
+    """
+    return asked if 0 < asked < vocabulary_of(model) else 0
 
 
 def failing_alone(processor: Callable[..., Any], ends: Collection[int]) -> Callable[..., Any]:

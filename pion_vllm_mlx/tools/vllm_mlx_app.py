@@ -22,7 +22,13 @@ from pion_vllm_mlx.cache.vllm_mlx_backend import (
 from pion_vllm_mlx.cache.vllm_mlx_backend_usage import Rendered
 from pion_vllm_mlx.errors import ConfigError
 from pion_vllm_mlx.serve.engine_child import EngineLink
-from pion_vllm_mlx.serve.engine_vllm_mlx import parse, set_log_level, settings, with_application
+from pion_vllm_mlx.serve.engine_vllm_mlx import (
+    NOT_LOADED,
+    parse,
+    set_log_level,
+    settings,
+    with_application,
+)
 from pion_vllm_mlx.serve.engine_vllm_mlx_app import explanation, render
 from pion_vllm_mlx.serve.gate import tenant_of
 from pion_vllm_mlx.serve.pion_flags import PionFlags
@@ -39,8 +45,6 @@ SCOPE: dict[str, Any] = {
     "client": ("127.0.0.1", 0),
     "server": ("127.0.0.1", 0),
 }
-_NOT_LOADED = (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError)
-"""What vllm-mlx and its libraries raise for a model that is none."""
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -73,7 +77,9 @@ def with_vllm_mlx(flags: PionFlags, api_key: str | None, words: Sequence[str], u
         with contextlib.redirect_stdout(sys.stderr):  # vllm-mlx prints its settings
             try:
                 with_application(parsed, run)
-            except _NOT_LOADED as error:
+            except ConfigError:
+                raise
+            except NOT_LOADED as error:
                 if found:
                     raise
                 raise ConfigError(f"the model {parsed.model} cannot be used: {error}") from error

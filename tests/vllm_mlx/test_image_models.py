@@ -18,7 +18,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend import (  # noqa: E402
     installed_caches,
 )
 from tests.models import tiny_model  # noqa: E402
-from tests.serve.front import Front, running_front  # noqa: E402
+from tests.serve.front import Front, running_front, until  # noqa: E402
 from tests.serve.tiny_folder import make_folder  # noqa: E402
 
 Json = dict[str, Any]
@@ -97,3 +97,19 @@ def test_caches_of_classes_that_are_not_known_stay_vllm_mlxs_own() -> None:
     assert beside.model is seeing and "own cache" in beside.pion_stats()["bypass"]
     ours = mllm_batch_generator.MemoryAwarePrefixCache(model=reading, config=config)
     assert isinstance(ours, PionPrefixCache)
+
+
+def test_a_chat_with_an_image_says_that_it_is_not_stored(front: Front) -> None:
+    said = [{"type": "text", "text": "what is on this picture? " * 4}, IMAGE]
+    body = {**GREEDY, "messages": [{"role": "user", "content": said}]}
+    why = "images are not stored"
+    for _ in range(2):
+        status, told = front.request(CHAT, body)
+        used, receipt = told["usage"], told["pion"]
+        assert (status, receipt["why"], receipt["tier"]) == (200, why, "none")
+        assert receipt["reused_tokens"] == used["prompt_tokens_details"]["cached_tokens"] == 0
+        assert receipt["computed_tokens"] == receipt["prompt_tokens"] == used["prompt_tokens"]
+    until(lambda: front.output().count(f'why="{why}"') == 2, "both lines")
+    streamed = front.request(CHAT, {**body, "stream": True})[1]["text"]
+    assert why in streamed and "pion_prompt" not in streamed
+    assert why not in str(answer(front, CHAT))

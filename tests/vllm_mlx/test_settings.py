@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,10 +62,10 @@ def test_either_name_of_the_limit_ends_a_reply(front: Front, path: str) -> None:
     [
         (CHAT, {"temperature": 1, "seed": 7}, "seed"),
         (CHAT, {"temperature": None, "seed": 7}, "seed"),
-        (CHAT, {"temperature": 1, "top_k": 1}, "top_k"),
-        (MESSAGES, {"temperature": 1, "top_k": 5}, "top_k"),
         (CHAT, {"frequency_penalty": 0.5}, "frequency_penalty"),
-        (COMPLETIONS, {"presence_penalty": -1}, "presence_penalty"),
+        (CHAT, {"timeout": -1}, "timeout: must be a number of seconds above 0"),
+        (COMPLETIONS, {"timeout": 0}, "timeout"),
+        (COMPLETIONS, {"timeout": "nan"}, "timeout"),
         (COMPLETIONS, {"logit_bias": {"90": 100}}, "logit_bias"),
         (COMPLETIONS, {"response_format": {"type": "json_object"}}, "response_format"),
         (COMPLETIONS, {"thinking_token_budget": 5}, "thinking_token_budget"),
@@ -75,6 +77,7 @@ def test_either_name_of_the_limit_ends_a_reply(front: Front, path: str) -> None:
         (CHAT, {"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice: this engine"),
         (CHAT, {"temperature": 1, "xtc_probability": 0.5}, "xtc_probability"),
         (CHAT, {"repetition_penalty": 1.2, "repetition_context_size": 64}, "context_size"),
+        (CHAT, {"presence_penalty": 1.2, "presence_context_size": 64}, "presence_context_size"),
         (CHAT, {"max_completion_tokens": "3"}, "max_completion_tokens"),
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, "content[0]: parts of type"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "zzz"}]}]}, "'zzz'"),
@@ -94,6 +97,8 @@ def test_what_the_engine_would_ignore_is_refused_by_its_name(
     [
         {"seed": 7},
         {"top_k": 5},
+        {"temperature": 3, "top_k": 1},
+        {"top_k": 10**6, "timeout": 60},
         {"temperature": 1, "top_k": 0, "min_p": 1.0},
         {"temperature": 1, "top_k": -1, "min_p": 1.0},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1},
@@ -104,6 +109,54 @@ def test_what_the_engine_would_ignore_is_refused_by_its_name(
 )
 def test_what_changes_nothing_is_taken(front: Front, more: Json) -> None:
     assert said(front, **more) == said(front)
+
+
+def test_only_the_likeliest_tokens_are_drawn_where_a_request_says_how_many(front: Front) -> None:
+    plain = said(front)
+    for path, read in ((CHAT, lambda one: one["message"]["content"]), (COMPLETIONS, _text)):
+        wanted = read(ask(front, path)[1]["choices"][0])
+        for _ in range(3):
+            status, body = ask(front, path, temperature=3, top_k=1)
+            assert (status, read(body["choices"][0])) == (200, wanted)
+    # as many as there are, or more, is all of them: a step of every request would fail on it
+    long: Json = {"temperature": 3, "max_tokens": 300, "logit_bias": {"0": -100.0}}
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(ask, front, **long, top_k=3)
+        for count in (10**6, 264, 263):
+            assert len({said(front, temperature=3, top_k=count) for _ in range(4)}) > 1
+            assert said(front, temperature=3, top_k=1) == plain
+        status, body = running.result()
+    assert (status, body["usage"]["completion_tokens"]) == (200, 300)
+
+
+def _text(choice: Json) -> str:
+    return str(choice["text"])
+
+
+def test_a_penalty_on_what_was_said_is_that_of_mlx_lm(front: Front, tmp_path: Path) -> None:
+    model = make_folder(tmp_path / "model", "llama")
+    asked = {"presence_penalty": 9.0, "max_tokens": 16}
+    with running_front(
+        tmp_path, "--model", str(model), "--no-pion", engine="pion_vllm_mlx.serve.engine_mlx_lm"
+    ) as other:
+        # vllm-mlx leaves markers of a chat out of what was said
+        wanted = re.sub(r"<\|im_(start|end)\|>", "", said(other, **asked))
+    assert said(front, **asked) == wanted != said(front, max_tokens=16)
+
+
+def test_defaults_of_the_command_line_are_those_of_requests_that_say_nothing(
+    tmp_path: Path, front: Front
+) -> None:
+    model = make_folder(tmp_path / "model", "llama")
+    words = ["--engine", "vllm-mlx", "--model", str(model), "--no-pion"]
+    words += ["--default-top-k", "1", "--default-temperature", "3"]
+    words += ["--default-presence-penalty", "9"]
+    wanted = said(front, presence_penalty=9.0)
+    engine = "pion_vllm_mlx.serve.engine_vllm_mlx"
+    with running_front(tmp_path, *words, engine=engine) as other:
+        for _ in range(3):
+            assert said(other, temperature=None) == wanted
+        assert said(other, temperature=None, presence_penalty=0) == said(front)
 
 
 @pytest.mark.parametrize("choice", ["auto", "required", "none", FORCED])
@@ -125,7 +178,10 @@ def test_biases_and_penalties_are_those_of_their_own_request_whatever_came_befor
         assert said(front, logit_bias={str(T): 100}) == biased
 
 
-@pytest.mark.parametrize("setting", [{"repetition_penalty": 5.0}, {"thinking_token_budget": 3}])
+@pytest.mark.parametrize(
+    "setting",
+    [{"repetition_penalty": 5.0}, {"presence_penalty": 9.0}, {"thinking_token_budget": 3}],
+)
 def test_settings_that_look_at_tokens_see_the_same_ones_whatever_was_reused(
     front: Front, setting: Json
 ) -> None:
@@ -218,7 +274,7 @@ def test_a_message_of_nothing_is_no_fault_of_the_engine(
 def test_a_model_that_sees_reads_images_and_has_settings_of_its_own() -> None:
     seen = {"messages": [{"role": "user", "content": [IMAGE]}], "top_k": 5, "temperature": 1}
     refuse_parts(seen, sees=True)
-    refuse_ignored({**seen, "presence_penalty": 1.0}, chat=True, sees=True)
+    refuse_ignored({**seen, "presence_penalty": 1.0}, chat=True)
     for wrong in ({"type": "input_audio"}, {"type": ["text"]}, {}, "text"):
         with pytest.raises(ValueError, match=r"messages\[0\].content\[1\]"):
             parts = [{"type": "text", "text": "x"}, wrong]

@@ -14,7 +14,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend import (  # noqa: E402
     install_vllm_mlx_backend,
 )
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Lookup  # noqa: E402
-from pion_vllm_mlx.cache.vllm_mlx_backend_usage import Tally  # noqa: E402
+from pion_vllm_mlx.cache.vllm_mlx_backend_tally import Tally  # noqa: E402
 from tests.conftest import RunningServer  # noqa: E402
 from tests.models import token_ids  # noqa: E402
 from tests.vllm_mlx.engines import Engine, running_engine  # noqa: E402
