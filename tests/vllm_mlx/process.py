@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.reproducers.agent_trace_counted import read_counter
 from tests.serve.engine_child import KEY, EngineChild
 
 Json = dict[str, Any]
@@ -17,10 +18,11 @@ Json = dict[str, Any]
 
 @dataclass
 class EngineProcess:
-    """A running engine process."""
+    """A running engine process, and the file in which its model counts what it sees."""
 
     child: EngineChild
     log: Path
+    counter: Path
 
     def output(self) -> str:
         """What it has printed."""
@@ -51,6 +53,14 @@ class EngineProcess:
         assert status == 200, answer
         return answer
 
+    def computed(self, messages: list[Json], count: int = 6) -> tuple[Json, int]:
+        """A greedy chat answer, and how many tokens of its prompt went through the model."""
+        before = sum(read_counter(self.counter))
+        answer = self.chat(messages, count)
+        seen = sum(read_counter(self.counter)) - before
+        # Every reply token goes through the model too, before the next is known.
+        return answer, seen - int(answer["usage"]["completion_tokens"])
+
     def events(self, path: str, body: Json) -> list[Json]:
         """The data of a streamed answer's events, the closing [DONE] left out."""
         with self.open(path, {**body, "stream": True}) as answer:
@@ -70,11 +80,14 @@ def greedy(count: int) -> Json:
 
 @contextlib.contextmanager
 def running_process(folder: Path, model: Path, *flags: str) -> Iterator[EngineProcess]:
-    """An engine over the model folder ``model``; it ends with the block."""
+    """An engine over the model folder ``model``, which counts; it ends with the block."""
     log = folder / f"engine-{len(list(folder.glob('engine-*.log')))}.log"
-    words = ["pion_vllm_mlx.serve.engine_vllm_mlx", str(model), *flags]
+    counter = log.with_suffix(".count")
+    kind = json.loads((model / "config.json").read_text())["model_type"]
+    words = ["benchmarks.reproducers.agent_trace_counted", "--as", "engine-vllm-mlx"]
+    words += ["--counter", str(counter), "--kind", kind, str(model), *flags]
     child = EngineChild.started(log, *words, "--served-model-name", "default")
     try:
-        yield EngineProcess(child, log)
+        yield EngineProcess(child, log, counter)
     finally:
         child.end(signal.SIGKILL)

@@ -142,9 +142,9 @@ def test_a_restarted_engine_continues_what_the_old_one_was_killed_in(
                 until_written(engine)
                 engine.stop(signal.SIGKILL)
         with running_process(tmp_path, model, *store(pion_server)) as engine:
-            reply = engine.chat(HELLO)
+            reply, computed = engine.computed(HELLO)
             assert reply["choices"] == expected["choices"]
-            assert cached(reply) == reply["usage"]["prompt_tokens"] - 1
+            assert (cached(reply), computed) == (reply["usage"]["prompt_tokens"] - 1, 1)
             assert reply["pion"]["tier"] in ("memory", "mapped", "stored")
             assert engine.stop() == 0
 
@@ -163,16 +163,24 @@ def test_a_server_killed_under_the_engine_and_back_again(
     tmp_path: Path, pion_server: RunningServer, plain: Path
 ) -> None:
     with running_process(tmp_path, plain, *store(pion_server)) as engine:
-        first = engine.chat(HELLO)
+        first, computed = engine.computed(HELLO)
+        count = first["usage"]["prompt_tokens"]
+        assert (cached(first), computed) == (0, count)
+        until_written(engine)
         pion_server.kill()
-        assert engine.chat(HELLO)["choices"] == first["choices"]
-        during = engine.chat([SYSTEM, {"role": "user", "content": "And while it is away?"}])
+        again, computed = engine.computed(HELLO)
+        assert again["choices"] == first["choices"]
+        assert (cached(again), computed) == (count - 1, 1)
+        during, computed = engine.computed([SYSTEM, {"role": "user", "content": "Is it away?"}])
         assert during["usage"]["completion_tokens"] == 6
+        assert len(SYSTEM["content"]) < cached(during) < during["usage"]["prompt_tokens"]
+        assert computed == during["usage"]["prompt_tokens"] - cached(during)
         pion_server.start()
         assert engine.stop() == 0
     with running_process(tmp_path, plain, *store(pion_server)) as engine:
-        again = engine.chat(HELLO)
+        again, computed = engine.computed(HELLO)
         assert again["choices"] == first["choices"]
+        assert (cached(again), computed) == (count - 1, 1)
 
 
 def test_engine_and_server_killed_at_once(
@@ -185,9 +193,9 @@ def test_engine_and_server_killed_at_once(
         engine.stop(signal.SIGKILL)
     pion_server.start()
     with running_process(tmp_path, hybrid, *store(pion_server)) as engine:
-        reply = engine.chat(HELLO)
+        reply, computed = engine.computed(HELLO)
         assert reply["choices"] == first["choices"]
-        assert cached(reply) > 0
+        assert (cached(reply), computed) == (reply["usage"]["prompt_tokens"] - 1, 1)
 
 
 def test_explain_names_the_first_token_that_differs(
@@ -291,8 +299,26 @@ def test_flags_that_the_engine_refuses_end_a_serve_that_loads_on_demand(
     assert "engine ready" not in said and "Traceback" not in said
 
 
+@pytest.mark.parametrize("nowhere", ["hub", "folder", "weights"])
+def test_a_model_that_is_nowhere_ends_the_start_in_a_sentence(
+    tmp_path: Path, nowhere: str
+) -> None:
+    name = "nobody/nothing"
+    if nowhere == "folder":
+        (tmp_path / "empty").mkdir()
+        name = str(tmp_path / "empty")
+    elif nowhere == "weights":
+        name = str(make_folder(tmp_path / "model"))
+        (tmp_path / "model" / "model.safetensors").unlink()
+    flags = ("--engine", "vllm-mlx", "--model", name, "--download-retries", "1")
+    said = refused_at_start(tmp_path, "pion_vllm_mlx.serve.engine_vllm_mlx", *flags)
+    assert name in said.partition("ERROR:" if nowhere == "weights" else "rror: ")[2]
+    assert "Traceback" not in said
+
+
 def test_events_split_and_joined_at_any_byte_are_completed_all_the_same() -> None:
-    from pion_vllm_mlx.cache.vllm_mlx_backend_usage import Answer, Tally
+    from pion_vllm_mlx.cache.vllm_mlx_backend_tally import Tally
+    from pion_vllm_mlx.cache.vllm_mlx_backend_usage import Answer
 
     events = [{"choices": [], "usage": None}, {"choices": [], "usage": {"prompt_tokens": 9}}]
     whole = b": keepalive\n\n"
@@ -351,9 +377,9 @@ def test_a_full_disk_costs_the_store_and_nothing_else(
                 until(lambda: engine.stats().get("written", 0) > written, "it is stored")
                 assert engine.stop() == 0
             with running_process(tmp_path, plain, *store(full)) as engine:
-                found = engine.chat(OTHER)
+                found, computed = engine.computed(OTHER)
                 assert found["choices"] == other["choices"]
-                assert cached(found) == found["usage"]["prompt_tokens"] - 1
+                assert (cached(found), computed) == (found["usage"]["prompt_tokens"] - 1, 1)
                 assert engine.chat(HELLO)["choices"] == expected["choices"]
         finally:
             full.stop()
