@@ -22,7 +22,7 @@ from pion_vllm_mlx.wire.resp import Part
 from .common import MB, Process, arguments, check, fresh_folder, percentile, pion_server, report
 from .latency_under_load import figures_of, ping_during
 
-CONVERSATIONS, LAYERS, TURN_TOKENS, WIDTH = 100, 16, 16, 256
+CONVERSATIONS, LAYERS, TURN_TOKENS, WIDTH = 100, 16, 7, 256
 SAMPLE_EVERY = 200
 
 
