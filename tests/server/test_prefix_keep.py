@@ -14,6 +14,8 @@ from tests.recovery.driving import Driver, Options, refused
 from tests.recovery.material import register, rows, state
 from tests.server.wire import Wire, refuse
 
+SPACE = "pion_vllm_mlx.server.store.space"
+
 
 def held(driver: Driver) -> set[str]:
     return {sid.decode()[:-3] for sid in driver.store.state.sessions}
@@ -36,6 +38,24 @@ def test_the_least_recently_used_pinned_prefix_outlives_all_others(tmp_path: Pat
         assert driver.ask("KV.PREFIX.UNPIN", "kept") == 1
         driver.ask(*register("n10"))
         assert held(driver) == {"n7", "n8", "n9", "n10"}
+
+
+def test_where_there_are_many_sessions_one_look_makes_room_for_several_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{SPACE}._MANY_SESSIONS", 16)
+    monkeypatch.setattr(f"{SPACE}._AHEAD_SHARE", 4)
+    with Driver(tmp_path, Options(max_sessions=32)) as driver:
+        driver.ask(*register("kept"))
+        driver.ask("KV.PREFIX.PIN", "kept")
+        looks = mock.Mock(wraps=driver.store.space.policy.victims)
+        with mock.patch.object(driver.store.space.policy, "victims", looks):
+            for number in range(35):
+                driver.ask(*register(f"n{number}"))
+                assert len(driver.store.state.sessions) <= 32
+        # 20 prefixes leave, five at a time, the oldest first
+        assert looks.call_count == 4
+        assert held(driver) == {"kept", *(f"n{number}" for number in range(20, 35))}
 
 
 def test_pins_are_evicted_where_nothing_else_is_left(tmp_path: Path) -> None:

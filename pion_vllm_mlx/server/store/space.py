@@ -42,6 +42,10 @@ log = logging.getLogger(__name__)
 RESERVED_FREE_BYTES = 5 << 30
 #: how many prefixes one look at all of them makes leave, at most.
 _LEAVING_AT_ONCE = 64
+#: with more sessions than these a look at all of them takes as long as many stores do.
+_MANY_SESSIONS = 4096
+#: then so much of a limit becomes free at once: what leaves early was next to leave.
+_AHEAD_SHARE = 256
 #: how long small stores are granted out of what was measured.
 _GRANT_SECONDS = 0.05
 
@@ -145,16 +149,16 @@ class Space:
     def evict_for_bytes(self, excess: int) -> list[Record]:
         """Effects that make prefixes and sessions leave, with all that hold the same bytes.
 
-        Not more than have to, some at a time: who asks looks again. So do states of no
-        namespace, in their turn. Raises CommandError when even an empty store would not do, and
-        where all that is not pinned is still being stored.
+        Not more than have to, but where there are many sessions, and some at a time: who asks
+        looks again. So do states of no namespace, in their turn. Raises CommandError when even an
+        empty store would not do, and where all that is not pinned is still being stored.
         """
         pinned = self._pinned()
         effects: list[Record] = []
         stray = oldest_stray(self.state)
         victims = self._victims(
             lambda group: group not in pinned and not self._stored_to(group),
-            excess if stray is None else 0,
+            excess + self._ahead(self.disk_budget) if stray is None else 0,
         )
         if stray is None:
             victims = victims or self._last_victims(pinned)
@@ -281,10 +285,15 @@ class Space:
         if excess <= 0:
             return effects
         kept = protected(self.pin_limits, reversed(self.state.by_access()))
+        excess += self._ahead(self.max_sessions)
         victims = self.policy.victims(self.state, Shortage.SESSIONS, arriving)
         for victim in sorted(victims, key=lambda session: session.sid in kept)[:excess][:most]:
             effects += drop_session(self.state, victim, EVICTED, int(time.time()))
         return effects
+
+    def _ahead(self, limit: int) -> int:
+        """How much more than has to leave does: nothing, unless there are many sessions."""
+        return limit // _AHEAD_SHARE if len(self.state.sessions) > _MANY_SESSIONS else 0
 
     # -- regions ---------------------------------------------------------------
 
