@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -65,6 +66,14 @@ def _side_macro(name: str, side: Side) -> tuple[str, str]:
     return macro, f"plain<D>({name}s)"
 
 
+@dataclass(frozen=True)
+class TokenLists:
+    """i32 ``[H_q, 1 + K]``: how many tokens a head sees, then their numbers; the longest's many."""
+
+    lists: Array
+    longest: int
+
+
 class DeviceKernels(Kernels):
     """Every kernel, on the device of a runner."""
 
@@ -89,17 +98,27 @@ class DeviceKernels(Kernels):
 
     def attend_sparse(self, job: SparseJob) -> Attended:
         """Each head sees its listed tokens."""
-        num_heads, width = (int(n) for n in job.indices.shape)
+        lists = self.token_lists(job.indices, job.counts)
+        return self.attend_listed(job.q, job.prefix, job.head_map, lists)
+
+    def token_lists(self, indices: NDArray[np.int32], counts: NDArray[np.int32]) -> TokenLists:
+        """The lists of a ``SparseJob`` where the kernels read them."""
+        num_heads, width = (int(n) for n in indices.shape)
         lists = np.zeros((num_heads, max(_MIN_TABLE, 1 + width)), dtype=np.int32)
-        lists[:, 0] = job.counts
-        lists[:, 1 : 1 + width] = job.indices
-        longest = int(job.counts.max(initial=0))
+        lists[:, 0] = counts
+        lists[:, 1 : 1 + width] = indices
+        return TokenLists(self.runner.given(lists), int(counts.max(initial=0)))
+
+    def attend_listed(
+        self, q: Array, prefix: Prefix, head_map: NDArray[np.uint8], lists: TokenLists
+    ) -> Attended:
+        """Each head sees the tokens of its list."""
         return self._attend(
             Query(
-                *(job.q, job.prefix, job.head_map, 0, longest),
+                *(q, prefix, head_map, 0, lists.longest),
                 tokens=1,
-                extra=(("lists", self.runner.constant(lists)),),
-                list_width=lists.shape[1],
+                extra=(("lists", lists.lists),),
+                list_width=int(lists.lists.shape[1]),
             )
         )
 
@@ -231,7 +250,7 @@ class DeviceKernels(Kernels):
 
     def _attend(self, query: Query) -> Attended:
         way = way_of(self.runner.dialect, query)
-        grouped = way.whole and query.sharing > 0  # elsewhere a table costs fewer registers
+        grouped = query.sharing > 0 and not way.named_tiles
         if grouped:
             num_tiles = query.prefix.num_kv_heads * -(-query.sharing // way.rows)
             tiles: Inputs = ()
@@ -239,24 +258,32 @@ class DeviceKernels(Kernels):
             table, num_tiles = self._tiles(query.head_map.tobytes(), query.num_queries, way.rows)
             tiles = (("tiles", table),)
         parts = parts_of(self.runner.dialect, num_tiles, query, way)
-        shape = tuple(query.q.shape)
-        split = shape if parts.total == 1 else (*shape[:-1], parts.total, shape[-1])
-        part_out, part_lse = self.runner.run(
+        inputs = (("params", self._query_params(query, parts)), *tiles, *self._query_inputs(query))
+        shape, dim = tuple(query.q.shape), query.prefix.head_dim
+        merge = way.merges and parts.total > 1
+        scratch: Outputs = ()
+        if merge:
+            scratch = (("parts", (math.prod(shape[:-1]), parts.total, dim + 4), "f32"),)
+            inputs += (("counters", self.runner.counters(num_tiles)),)
+        split = shape if merge or parts.total == 1 else (*shape[:-1], parts.total, dim)
+        names = ("out", "lse") if way.merges else ("part_out", "part_lse")
+        out, lse, *_ = self.runner.run(
             Launch(
                 way.kernel,
-                self._query_macros(query, way, grouped),
+                self._query_macros(query, way, grouped, merge),
                 way.template,
-                (("params", self._query_params(query, parts)), *tiles, *self._query_inputs(query)),
-                (("part_out", split, "f32"), ("part_lse", split[:-1], "f32")),
+                inputs,
+                ((names[0], split, "f32"), (names[1], split[:-1], "f32"), *scratch),
                 (num_tiles, parts.total, 1),
                 way.simdgroups * _SIMD,
+                ("counters", "parts") if merge else (),
             )
         )
-        if parts.total == 1:
-            return Attended(part_out, part_lse)
-        return self._merge(part_out, part_lse, shape)
+        return Attended(out, lse) if split == shape else self._merge(out, lse, shape)
 
-    def _query_macros(self, query: Query, way: Way, grouped: bool) -> tuple[tuple[str, str], ...]:
+    def _query_macros(
+        self, query: Query, way: Way, grouped: bool, merge: bool
+    ) -> tuple[tuple[str, str], ...]:
         prefix = query.prefix
         return (
             _side_macro("key", prefix.keys),
@@ -266,6 +293,7 @@ class DeviceKernels(Kernels):
             ("TOKENS", str(query.tokens)),
             ("GROUPED", str(int(grouped))),
             ("WHOLE", str(int(way.whole))),
+            *((("MERGE", str(int(merge))),) if way.merges else ()),
         )
 
     def _query_inputs(self, query: Query) -> Inputs:
@@ -315,7 +343,7 @@ class DeviceKernels(Kernels):
             return ()
         table = np.zeros(max(_MIN_TABLE, len(prefix.table)), dtype=np.int32)
         table[: len(prefix.table)] = prefix.table
-        return (("table", self.runner.constant(table)),)
+        return (("table", self.runner.given(table)),)
 
     def _make_numbers(self, *numbers: int) -> Array:
         packed = np.zeros(16, dtype=np.int32)

@@ -1,10 +1,10 @@
 """How a device attends: which kernel, in tiles of how many rows, keys cut into how many parts.
 
 The keys of a query are cut into parts so that a launch fills the device; a second launch merges
-the parts.  Few query rows of a KV head split the keys among the threads (``few_rows``), many share
-tiles of keys in threadgroup memory (``many_rows``; ``tensor_rows`` on CUDA's tensor cores).  Few
-rows over few keys (what sparse attention sees) are one launch: a second one takes longer than
-what it would save.
+the parts, unless the threadgroup that ends last does.  Few query rows of a KV head split the keys
+among the threads (``few_rows``; ``group_rows`` on CUDA's tensor cores), many share tiles of keys in
+threadgroup memory (``many_rows``; ``tensor_rows`` on CUDA's tensor cores).  Few rows over few keys
+(what sparse attention sees) are one launch: a second one takes longer than what it would save.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from pion_vllm_mlx.kernels.problem import Affine, Array, Prefix, Side
 
 MANY_ROWS = 16  # query rows of a tile of many_rows
 TENSOR_ROWS = 64  # and of tensor_rows
+GROUP_ROWS = 8  # and of group_rows, at most
 MOST_CHOSEN = 32  # blocks that few_rows chooses by itself: kMostChosen of the texts
+_GROUP_STEP = 16  # keys that a warp of group_rows takes at once
 _STEP = 64  # parts begin at multiples of this many keys
 _WHOLE_VALUES = 6144  # f32 values of partial results in threadgroup memory, 24 KB
 
@@ -46,7 +48,7 @@ class Query:
     """What the kernels of one job have in common.
 
     ``visible``: keys of the prefix that a query row visits; ``tokens`` says which: 0 a run, 1 a
-    list a head, 2 blocks, 3 the ``top`` best of ``num_blocks`` blocks.
+    list a head, 2 blocks, 3 the ``top`` best of ``num_blocks`` blocks by given scores.
     """
 
     q: Array
@@ -82,7 +84,7 @@ class Query:
 class Way:
     """A kernel of attention, the query rows of its tile, and its template.
 
-    ``whole``: all keys are one part.
+    ``whole``: all keys are one part; ``merges``: the kernel merges its parts itself.
     """
 
     kernel: str
@@ -90,6 +92,12 @@ class Way:
     template: tuple[tuple[str, int], ...]
     simdgroups: int
     whole: bool = False
+    merges: bool = False
+
+    @property
+    def named_tiles(self) -> bool:
+        """Whether the rows of a tile must come from a table: elsewhere it costs fewer registers."""
+        return self.kernel != "group_rows" and not self.whole
 
 
 def fits_tensors(query: Query) -> bool:
@@ -134,6 +142,10 @@ def way_of(dialect: Dialect, query: Query) -> Way:
             return Way("tensor_rows", TENSOR_ROWS, (("D", dim),), 4)
         slices = ("SLICE", 64 if dim % 64 == 0 else 32)
         return Way("many_rows", MANY_ROWS, (("D", dim), slices), 4)
+    if dialect.merges and dim <= dialect.tensor_dim and fits_tensors(query):
+        rows = min(GROUP_ROWS, _sharing_rows(query))
+        template = (("D", dim), ("R", rows), ("SIMDGROUPS", dialect.group_warps))
+        return Way("group_rows", rows, template, dialect.group_warps, merges=True)
     if query.visible + query.suffix_tokens <= dialect.whole_keys:
         return _whole_way(dialect, query)
     lanes = lanes_of_key(dim, dialect.thread_values)
@@ -164,17 +176,23 @@ def _few_way(dialect: Dialect, query: Query, rows: int, simdgroups: int, most: i
         ("SIMDGROUPS", simdgroups),
         ("UNROLL", min(most, _unroll(dialect, rows, query.prefix.keys))),
     )
-    return Way("few_rows", rows, template, simdgroups)
+    return Way("few_rows", rows, template, simdgroups, merges=dialect.merges)
 
 
 def parts_of(dialect: Dialect, num_tiles: int, query: Query, way: Way) -> Parts:
     """Parts that fill the device and are not too short; a suffix has parts of its own."""
     if way.whole:
         return Parts(1, 0, max(query.visible, query.suffix_tokens))
-    wanted = max(1, dialect.threadgroups // num_tiles)
-    wanted = min(wanted, -(-query.visible // dialect.part_keys))
+    groups = way.kernel == "group_rows"
+    least = dialect.group_keys if groups else dialect.part_keys
+    wanted = max(1, (dialect.group_blocks if groups else dialect.threadgroups) // num_tiles)
+    wanted = min(wanted, -(-query.visible // least))
+    step = min(least, _GROUP_STEP * dialect.group_warps) if groups else _STEP
     chunk = -(-query.visible // max(1, wanted))
-    chunk = max(_STEP, -(-chunk // _STEP) * _STEP)
+    if way.merges:  # weights of all parts lie where the values of the warps did
+        most = way.simdgroups * query.prefix.head_dim - 2
+        chunk = max(chunk, -(-(query.visible + query.suffix_tokens) // most))
+    chunk = max(step, -(-chunk // step) * step)
     return Parts(max(1, -(-query.visible // chunk)), -(-query.suffix_tokens // chunk), chunk)
 
 

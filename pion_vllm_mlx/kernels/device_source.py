@@ -1,9 +1,10 @@
 """The texts of the GPU kernels, and what one launch of one is.
 
 A kernel is a file ``<folder>/<name>.<suffix>``: what stands above the line ``//// body`` is its
-header, what stands below is the body that mlx wraps in a signature.  ``rows.<suffix>`` precedes
-every header.  Macros say how K and V are held, template arguments are integers.  Texts know
-nothing of mlx: tests run the same ones in an emulation.
+header, what stands below is the body that mlx wraps in a signature.  What kernels share is in
+files of its own, which precede the header of those that use it.  Macros say how K and V are held,
+template arguments are integers.  Texts know nothing of mlx: tests run the same ones in an
+emulation.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ class Dialect:
     ``thread_values``: values of a key that one thread holds, where the head dimension allows it;
     ``whole_keys``: keys up to which one launch of ``few_rows`` visits them all, without parts to
     merge: in ``whole_simdgroups``, ``whole_unroll`` keys of a thread under way, and with fewer
-    rows in a tile where there are less than ``whole_tiles``.
+    rows in a tile where there are less than ``whole_tiles``;
+    ``merges``: kernels of few rows merge their parts in the same launch;
+    ``group_warps``, ``group_blocks``, ``group_keys``: of ``group_rows``, warps of a threadgroup,
+    how many of these a launch should have, and the fewest keys of each.
     """
 
     name: Literal["metal", "cuda"]
@@ -77,6 +81,10 @@ class Dialect:
     whole_simdgroups: int = 8
     whole_unroll: int = 4
     whole_tiles: int = 1
+    merges: bool = False
+    group_warps: int = 8
+    group_blocks: int = 264
+    group_keys: int = 128
 
 
 METAL = Dialect(
@@ -94,6 +102,7 @@ CUDA = Dialect(
     whole_keys=1024,
     whole_unroll=8,
     whole_tiles=128,
+    merges=True,
 )
 
 
@@ -102,6 +111,7 @@ class Launch:
     """One launch: which kernel, on what, into what.
 
     ``inputs`` and ``outputs`` in the order of the signature; an output is (name, shape, type).
+    Through the arrays that ``exchanged`` names threadgroups tell each other something.
     ``groups`` counts threadgroups, of ``threads`` threads each.
     """
 
@@ -112,6 +122,7 @@ class Launch:
     outputs: tuple[tuple[str, tuple[int, ...], Kind], ...]
     groups: tuple[int, int, int]
     threads: int
+    exchanged: tuple[str, ...] = ()
 
     def signature(self) -> Signature:
         """What of this launch decides which program runs."""
@@ -150,11 +161,21 @@ def text_of(dialect: Dialect, kernel: str) -> str:
     return folder.joinpath(f"{kernel}.{dialect.suffix}").read_text(encoding="utf-8")
 
 
+def shared_texts(dialect: Dialect, signature: Signature) -> tuple[str, ...]:
+    """The files whose functions a program uses, and no other: each is compiled with it."""
+    defines = dict(signature.defines)
+    ending = {"0": ("warps", "whole"), "1": ("warps", "parts"), None: ()}[defines.get("MERGE")]
+    tensors = ("multiply",) if signature.kernel in ("group_rows", "tensor_rows") else ()
+    chooses = ("choose",) if dialect.merges and defines.get("TOKENS") == "3" else ()
+    return ("rows", *ending, *tensors, *chooses)
+
+
 def header(dialect: Dialect, signature: Signature) -> str:
     """Everything before the body: macros, shared part, the kernel's own functions."""
     macros = "".join(f"#define {name} {value}\n" for name, value in signature.defines)
     own = text_of(dialect, signature.kernel).partition(BODY_MARK)[0]
-    return f"{macros}{text_of(dialect, 'rows')}\n{own}"
+    shared = "".join(f"{text_of(dialect, name)}\n" for name in shared_texts(dialect, signature))
+    return f"{macros}{shared}{own}"
 
 
 def body(dialect: Dialect, signature: Signature) -> str:
@@ -176,5 +197,13 @@ class Runner(ABC):
         """Compute lazy arrays now."""
 
     @abstractmethod
+    def given(self, values: NDArray[np.int32]) -> Array:
+        """Integers of one launch as an array of the runner's kind."""
+
     def constant(self, values: NDArray[np.int32]) -> Array:
-        """Integers as an array of the runner's kind."""
+        """The same for integers that many launches read."""
+        return self.given(values)
+
+    @abstractmethod
+    def counters(self, count: int) -> Array:
+        """At least ``count`` zeros that a launch counts with; it leaves zeros."""

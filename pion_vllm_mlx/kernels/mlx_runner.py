@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,9 @@ from numpy.typing import NDArray
 
 from pion_vllm_mlx.kernels.device_source import Dialect, Launch, Runner, Signature, body, header
 from pion_vllm_mlx.kernels.problem import Array
+
+# Launches that may be under way at once with counters of their own: far more than a graph has.
+_COUNTERS = 1024
 
 # Head dimensions, types, layouts and tile sizes multiply; a process meets few of them.
 _MAX_PROGRAMS = 512
@@ -22,6 +26,7 @@ class MlxRunner(Runner):
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
         self._program = lru_cache(maxsize=_MAX_PROGRAMS)(self._make_program)
+        self._counters = lru_cache(maxsize=None)(self._make_counters)
 
     def run(self, launch: Launch) -> list[Array]:
         """The outputs of a launch, lazily."""
@@ -45,11 +50,33 @@ class MlxRunner(Runner):
 
         mx.eval(arrays)
 
-    def constant(self, values: NDArray[np.int32]) -> Array:
+    def given(self, values: NDArray[np.int32]) -> Array:
         """Integers as an mlx array."""
         import mlx.core as mx
 
         return mx.array(values)
+
+    def constant(self, values: NDArray[np.int32]) -> Array:
+        """Integers in the GPU's own memory: what the host makes, it may have to fetch again."""
+        import mlx.core as mx
+
+        array = mx.array(values) + 0
+        mx.eval(array)
+        return array
+
+    def counters(self, count: int) -> Array:
+        """Zeros that no other launch under way counts with."""
+        return next(self._counters(max(64, 1 << (count - 1).bit_length())))
+
+    def _make_counters(self, count: int) -> Iterator[Array]:
+        """Parts of one array in turn: launches of a graph that need not wait run at once."""
+        import mlx.core as mx
+
+        zeros = mx.zeros((_COUNTERS, count), mx.int32) + 0
+        mx.eval(zeros)
+        parts = [zeros[number] for number in range(_COUNTERS)]
+        mx.eval(parts)
+        return itertools.cycle(parts)
 
     def _make_program(self, signature: Signature) -> Callable[..., Any]:
         import mlx.core as mx

@@ -16,6 +16,7 @@ import pytest
 from pion_vllm_mlx.kernels import reference, transfer
 from pion_vllm_mlx.kernels.api import Affine, Prefix, Suffix
 from pion_vllm_mlx.kernels.cuda_kernels import CudaKernels
+from pion_vllm_mlx.kernels.device_plan import Query, parts_of, way_of
 from pion_vllm_mlx.kernels.device_source import CUDA
 from pion_vllm_mlx.kernels.problem import DenseJob
 from tests.kernels import cases, device_cases, emulated
@@ -137,6 +138,36 @@ def test_long_prefixes_are_cut_into_parts_and_merged(cuda: Bench, rng: np.random
         job = DenseJob(q, cases.prefix(rng, (2, 2000, 64), "bf16"), head_map, 3)
         found = cuda.attended(cuda.kernels.attend, job)
         device_cases.assert_close(found, reference.attend(job))
+
+
+def test_the_parts_of_few_rows_and_a_small_head_fit_where_they_are_merged(
+    cuda: Bench, rng: np.random.Generator
+) -> None:
+    q = cases.values(rng, (1, 1, 32), "fp32")
+    prefix = cases.prefix(rng, (1, 9000, 32), "fp32")
+    suffix = cases.suffix(rng, (1, 200, 32), "fp32")
+    job = DenseJob(q, prefix, np.zeros(1, np.uint8), 0, suffix)
+    device_cases.assert_close(cuda.attended(cuda.kernels.attend, job), reference.attend(job))
+
+
+@pytest.mark.parametrize("stored", ["fp32", "bf16"])
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_no_more_parts_than_their_merge_has_room_for(
+    head_dim: int, stored: str, rng: np.random.Generator
+) -> None:
+    side = cases.values(rng, (1, 1, head_dim), stored)
+    q = cases.values(rng, (1, 1, head_dim), "fp32")
+    for num_tokens in (9000, 34_000, 200_000):
+        for num_suffix in (0, 1, 5000):
+            keys, suffix = (
+                np.broadcast_to(side, (1, n, head_dim)) for n in (num_tokens, num_suffix)
+            )
+            prefix = Prefix(keys, keys, num_tokens)
+            pair = (suffix, suffix) if num_suffix else None
+            query = Query(q, prefix, np.zeros(1, np.uint8), 0, num_tokens, pair)
+            way = way_of(CUDA, query)
+            assert way.merges
+            assert parts_of(CUDA, 1, query, way).total <= way.simdgroups * head_dim
 
 
 def test_many_chosen_blocks_are_cut_into_parts(cuda: Bench, rng: np.random.Generator) -> None:

@@ -59,6 +59,10 @@ template <typename T>
 inline T __ldg(const T* p) {
   return *p;
 }
+template <typename T>
+inline T __ldcg(const T* p) {
+  return *p;
+}
 using std::min;
 
 // Not a kernel's accesses, and so not watched.
@@ -72,6 +76,11 @@ UNWATCHED Dim block_place() {
   return Dim{at[0], at[1], at[2]};
 }
 UNWATCHED unsigned this_lane() { return emulation::emulation_thread()->index % 32; }
+// Threadgroups run one after the other: what one wrote the next sees.
+inline void __threadfence() { emulation::emulation_fence(); }
+inline unsigned atomicInc(unsigned* at, unsigned most) {
+  return emulation::emulation_count(at, most);
+}
 #define threadIdx (thread_place())
 #define blockIdx (block_place())
 
@@ -92,6 +101,16 @@ inline T __shfl_xor_sync(unsigned, T value, int mask, PLACE) {
   std::uint64_t values[32];
   emulation::emulation_exchange(file, line, same_bits<unsigned>(value), values);
   return same_bits<T>(unsigned(values[(this_lane() ^ mask) & 31]));
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value, PLACE) {
+  std::uint64_t values[32];
+  emulation::emulation_exchange(file, line, value, values);
+  return unsigned(*std::max_element(values, values + 32));
+}
+inline int __reduce_min_sync(unsigned, int value, PLACE) {
+  std::uint64_t values[32];
+  emulation::emulation_exchange(file, line, std::uint64_t(value), values);
+  return int(*std::min_element(values, values + 32));  // of what is not negative
 }
 inline int __any_sync(unsigned, int value, PLACE) {
   std::uint64_t values[32];

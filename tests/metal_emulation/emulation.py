@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from pion_vllm_mlx.kernels.device_source import (
     BODY_MARK,
+    SMALL_INPUT,
     Dialect,
     Kind,
     Launch,
@@ -33,6 +34,7 @@ from pion_vllm_mlx.kernels.device_source import (
     Signature,
     body,
     header,
+    shared_texts,
     text_of,
 )
 
@@ -101,7 +103,8 @@ class CompileFault(Exception):
 
 
 class _Buffer(ctypes.Structure):
-    _fields_ = (("begin", ctypes.c_void_p), ("size", ctypes.c_size_t), ("is_output", ctypes.c_int))
+    # kind: 0 an input, 1 an output, 2 exchanged among threadgroups
+    _fields_ = (("begin", ctypes.c_void_p), ("size", ctypes.c_size_t), ("kind", ctypes.c_int))
 
 
 class _Request(ctypes.Structure):
@@ -162,11 +165,13 @@ def program(dialect: Dialect, signature: Signature, number: int, texts: tuple[st
 def product_texts(dialect: Dialect, signature: Signature) -> tuple[str, str]:
     """Header and body as mlx gets them, with marks of the files' lines in between."""
     own = text_of(dialect, signature.kernel).partition(BODY_MARK)[0]
-    shared = text_of(dialect, "rows")
-    macros = header(dialect, signature).removesuffix(f"{shared}\n{own}")
+    texts = {name: text_of(dialect, name) for name in shared_texts(dialect, signature)}
+    plain = "".join(f"{text}\n" for text in texts.values())
+    macros = header(dialect, signature).removesuffix(f"{plain}{own}")
+    shared = "".join(f'#line 1 "{name}.{dialect.suffix}"\n{text}\n' for name, text in texts.items())
     name = f"{signature.kernel}.{dialect.suffix}"
     return (
-        f'{macros}#line 1 "rows.{dialect.suffix}"\n{shared}\n#line 1 "{name}"\n{own}',
+        f'{macros}{shared}#line 1 "{name}"\n{own}',
         f'#line {own.count(chr(10)) + 2} "{name}"\n{body(dialect, signature)}',
     )
 
@@ -186,9 +191,13 @@ class Library:
     def run(self, key: Any, launch: Launch, outputs: Sequence[NDArray[Any]]) -> None:
         """Run a launch into ``outputs``; raises KernelFault."""
         arrays = [np.ascontiguousarray(array) for _, array in launch.inputs] + list(outputs)
+        names = [name for name, _ in launch.inputs] + [name for name, _, _ in launch.outputs]
         num_inputs = len(launch.inputs)
+        kinds = [
+            2 if name in launch.exchanged else int(i >= num_inputs) for i, name in enumerate(names)
+        ]
         buffers = (_Buffer * len(arrays))(
-            *[_Buffer(a.ctypes.data, a.nbytes, int(i >= num_inputs)) for i, a in enumerate(arrays)]
+            *[_Buffer(a.ctypes.data, a.nbytes, kind) for a, kind in zip(arrays, kinds, strict=True)]
         )
         arguments = (ctypes.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
         error = ctypes.create_string_buffer(_ERROR_BYTES)
@@ -220,7 +229,8 @@ class Library:
             check=True,
         ).stdout
         lines = re.findall(r"([^/\n]+:\d+)", found)
-        kept = [line for line in lines if not line.startswith("metal_shim") and "entry" not in line]
+        shims = ("metal_shim", "cuda_shim")
+        kept = [line for line in lines if not line.startswith(shims) and "entry" not in line]
         return " in ".join(kept) or found.strip()
 
 
@@ -275,6 +285,7 @@ class EmulatedRunner(Runner):
         self.dialect = dialect
         self._compiler = compiler
         self._libraries: dict[Signature, Library] = {}
+        self._counters = np.zeros(0, np.int32)
         self.mutate: Callable[[tuple[str, str]], tuple[str, str]] | None = None
 
     def prepare(self, signatures: Iterable[Signature]) -> None:
@@ -300,9 +311,16 @@ class EmulatedRunner(Runner):
     def settle(self, arrays: list[NDArray[Any]]) -> None:
         """Nothing: numpy's arrays are."""
 
-    def constant(self, values: NDArray[np.int32]) -> NDArray[np.int32]:
+    def given(self, values: NDArray[np.int32]) -> NDArray[np.int32]:
         """The array itself."""
         return values
+
+    def counters(self, count: int) -> NDArray[np.int32]:
+        """The same ones again, which launches must have left at zero."""
+        if len(self._counters) < count:
+            self._counters = np.zeros(max(count, SMALL_INPUT), np.int32)
+        assert not self._counters.any()
+        return self._counters
 
     def _library(self, signatures: Sequence[Signature]) -> Library:
         texts = {one: product_texts(self.dialect, one) for one in signatures}
@@ -327,6 +345,10 @@ class Recorder(Runner):
     def settle(self, arrays: list[NDArray[Any]]) -> None:
         """Nothing: numpy's arrays are."""
 
-    def constant(self, values: NDArray[np.int32]) -> NDArray[np.int32]:
+    def given(self, values: NDArray[np.int32]) -> NDArray[np.int32]:
         """The array itself."""
         return values
+
+    def counters(self, count: int) -> NDArray[np.int32]:
+        """Zeros, of as many as never lie in Metal's constant address space."""
+        return np.zeros(max(count, SMALL_INPUT), np.int32)

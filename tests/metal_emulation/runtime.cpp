@@ -37,16 +37,20 @@ struct Fiber {
   const char* file;
   int line;
   bool is_simd_barrier;
+  bool unfenced;                // wrote exchanged memory since its last fence
+  std::uint64_t exchange_epoch;  // of its last such write
   std::uint64_t value;
   std::uint64_t* values;
   ucontext_t context;
   jmp_buf resume;
 };
 
+enum Kind { kInput, kOutput, kExchanged };  // the last: threadgroups read what others wrote
+
 struct Buffer {
   char* begin;
   std::size_t size;
-  int is_output;
+  int kind;
 };
 
 // Who touched two bytes of threadgroup memory last. Epochs only grow: a barrier starts one.
@@ -69,6 +73,9 @@ struct Machine {
   std::vector<Shadow> shadow;
   std::vector<std::uint64_t> simd_epochs;
   std::uint64_t epoch;
+  std::uint64_t count_epoch;  // of the threadgroup's last atomic, and who made it
+  unsigned counter;
+  bool counted, told;  // whether there was one, and a fence of that thread behind it
   std::vector<Fiber> fibers;
   char* stacks = nullptr;
   std::size_t num_stacks = 0;
@@ -173,6 +180,21 @@ void check_shared(const char* address, std::size_t size, bool is_write, const vo
   }
 }
 
+// What threadgroups tell each other: written, fenced, behind a barrier counted by one thread, which
+// fences again before anybody reads what others wrote.
+void check_exchanged(bool is_write, const void* pc) {
+  Fiber& fiber = *machine.current;
+  if (!is_write) {
+    if (!machine.told) fail_access(pc, nullptr, "race: exchanged memory read before a fence");
+    return;
+  }
+  if (machine.counted && machine.count_epoch == machine.epoch &&
+      machine.counter != fiber.thread.index)
+    fail_access(pc, nullptr, "race: exchanged memory written that another thread counted");
+  fiber.unfenced = true;
+  fiber.exchange_epoch = machine.epoch;
+}
+
 // " (byte 132 of parameter 3, which has 128)" for an address near a buffer.
 std::string nearest(const char* address) {
   constexpr std::ptrdiff_t kNear = 1 << 20;
@@ -199,7 +221,8 @@ void check(const void* where, std::size_t size, bool is_write, const void* pc) {
   if (address >= stack && address + size <= stack + kStackBytes) return;
   for (const Buffer& buffer : machine.buffers) {
     if (address < buffer.begin || address + size > buffer.begin + buffer.size) continue;
-    if (is_write != (buffer.is_output != 0))
+    if (buffer.kind == kExchanged) return check_exchanged(is_write, pc);
+    if (is_write != (buffer.kind == kOutput))
       fail_access(pc, nullptr, is_write ? "write to an input" : "read of an output");
     return;
   }
@@ -300,6 +323,8 @@ void prepare(const unsigned* size, const unsigned* num, unsigned x, unsigned y, 
                           i};
     fiber.state = State::ready;
     fiber.started = false;
+    fiber.unfenced = false;
+    fiber.exchange_epoch = 0;
     fiber.file = "";
     fiber.line = 0;
     getcontext(&fiber.context);
@@ -365,6 +390,7 @@ int emulation_run(Request* request) {
         // Threadgroup memory starts as NaN in every float type.
         std::memset(machine.shared_begin, 0xff, machine.shared_bytes);
         ++machine.epoch;
+        machine.counted = machine.told = false;
         prepare(size, num, x, y, z);
         while (advance()) {
         }
@@ -378,6 +404,34 @@ int emulation_run(Request* request) {
 const Thread* emulation_thread() { return &machine.current->thread; }
 
 void emulation_barrier(const char* file, int line) { wait(State::at_barrier, file, line); }
+
+void emulation_fence() {
+  Fiber& fiber = *machine.current;
+  fiber.unfenced = false;
+  if (machine.counted && machine.counter == fiber.thread.index) machine.told = true;
+}
+
+unsigned emulation_count(unsigned* at, unsigned most) {
+  const void* pc = __builtin_return_address(0);
+  const Fiber& mine = *machine.current;
+  bool found = false;
+  for (const Buffer& buffer : machine.buffers)
+    found = found || (buffer.kind == kExchanged && reinterpret_cast<char*>(at) >= buffer.begin &&
+                      reinterpret_cast<char*>(at + 1) <= buffer.begin + buffer.size);
+  if (!found) fail_access(pc, nullptr, "atomic outside of exchanged memory");
+  for (const Fiber& fiber : machine.fibers) {
+    if (fiber.unfenced) fail_access(pc, nullptr, "race: exchanged memory counted before a fence");
+    if (&fiber != &mine && fiber.exchange_epoch == machine.epoch)
+      fail_access(pc, nullptr, "race: exchanged memory written that another thread counted");
+  }
+  machine.counted = true;
+  machine.told = false;
+  machine.counter = mine.thread.index;
+  machine.count_epoch = machine.epoch;
+  const unsigned was = *at;
+  *at = was >= most ? 0 : was + 1;
+  return was;
+}
 
 void emulation_exchange(const char* file, int line, std::uint64_t mine, std::uint64_t* values) {
   Fiber& fiber = *machine.current;

@@ -21,6 +21,10 @@ void emulation_barrier(const char* file, int line);
 void emulation_exchange(const char* file, int line, std::uint64_t mine, std::uint64_t* values);
 // All lanes of the simdgroup meet here and see each other's threadgroup memory.
 void emulation_simd_barrier(const char* file, int line);
+// Other threadgroups can read what this thread wrote, and it what those wrote before they counted.
+void emulation_fence();
+// Adds one to a counter, from `most` on begins again; returns what it was.
+unsigned emulation_count(unsigned* at, unsigned most);
 }
 
 }  // namespace emulation

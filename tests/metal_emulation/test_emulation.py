@@ -73,6 +73,20 @@ BODIES = {
 }
 
 
+TELL = """
+parts[blockIdx.x * 64 + threadIdx.x] = inp[threadIdx.x];
+__threadfence();
+__syncthreads();
+__shared__ unsigned before;
+if (threadIdx.x == 0) {
+  before = atomicInc((unsigned*)counters, 2);
+  __threadfence();
+}
+__syncthreads();
+if (before == 2) out[threadIdx.x] = parts[63 - threadIdx.x] + parts[64 + threadIdx.x];
+"""
+
+
 def signature(name: str) -> Signature:
     return Signature(name, (), (), (("inp", "f32", False),), (("out", "f32"),))
 
@@ -174,3 +188,49 @@ def test_a_text_that_is_not_valid_is_refused_with_its_line(
     texts = ("", '#line 7 "bad.metal"\nout[0] = missing[0];')
     with pytest.raises(CompileFault, match=r"bad.metal:7.*missing"):
         Compiler(tmp_path).compile(dialect, {"bad": (signature("bad"), texts)})
+
+
+def told(text: str, given: Values, folder: Path) -> tuple[Values, NDArray[np.int32]]:
+    """Three threadgroups, the last of which reads what the others wrote."""
+    counters = np.zeros(8, np.int32)
+    launch = Launch(
+        *("tell", (), ()),
+        (("inp", given), ("counters", counters)),
+        (("out", (64,), "f32"), ("parts", (192,), "f32")),
+        *((3, 1, 1), 64, ("counters", "parts")),
+    )
+    programs = {"tell": (launch.signature(), ("", f'#line 1 "tell.cu"{text}'))}
+    outputs = [np.full(64, np.nan, np.float32), np.full(192, np.nan, np.float32)]
+    Compiler(folder).compile(CUDA, programs).run("tell", launch, outputs)
+    return outputs[0], counters
+
+
+def test_the_last_threadgroup_reads_what_the_others_wrote(given: Values, tmp_path: Path) -> None:
+    out, counters = told(TELL, given, tmp_path)
+    assert (out == given[::-1] + given).all()
+    assert not counters.any()
+
+
+@pytest.mark.parametrize(
+    ("left_out", "which", "message"),
+    [
+        ("__threadfence();", 0, "exchanged memory counted before a fence"),
+        ("__syncthreads();", 0, "exchanged memory written that another thread counted"),
+        ("__threadfence();", 1, "exchanged memory read before a fence"),
+        ("__syncthreads();", 1, "race: threadgroup memory"),
+    ],
+)
+def test_what_threadgroups_tell_each_other_is_fenced(
+    left_out: str, which: int, message: str, given: Values, tmp_path: Path
+) -> None:
+    parts = TELL.split(left_out)
+    text = left_out.join(parts[: which + 1]) + ";" + left_out.join(parts[which + 1 :])
+    with pytest.raises(KernelFault, match=message) as caught:
+        told(text, given, tmp_path)
+    assert "tell.cu:" in str(caught.value)
+
+
+def test_only_what_is_exchanged_is_counted(given: Values, tmp_path: Path) -> None:
+    text = TELL.replace("(unsigned*)counters", "(unsigned*)inp")
+    with pytest.raises(KernelFault, match="atomic outside of exchanged memory"):
+        told(text, given, tmp_path)

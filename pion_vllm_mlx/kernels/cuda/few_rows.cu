@@ -7,7 +7,8 @@
 // is one split, which visits the suffix too. TOKENS 1: lists i32 [H_q, K], how many
 // tokens, then their numbers. TOKENS 2: blocks i32 [blocks]. TOKENS 3: scores f32 [blocks], of
 // which every block of threads chooses the best for itself.
-// Out: part_out f32 [rows, splits, D] and part_lse f32 [rows, splits], natural log.
+// MERGE: there are several parts, which the last block of a tile makes one: parts f32 as in
+// merge_parts, counters i32 [tiles], 0 before and after. Out: out f32 [rows, D], lse f32 [rows].
 
 template <int R, int COUNT>
 struct Rows {
@@ -152,72 +153,12 @@ __device__ inline void gather_slots(const Rows<R, COUNT>& rows, float* acc, floa
   }
 }
 
-// A block of keys as a candidate: the greater key comes first, of equal ones the lower id.
-struct Candidate {
-  unsigned key;
-  int id;
-  __device__ bool before(Candidate other) const {
-    return key > other.key || (key == other.key && id < other.id);
-  }
-};
-
-// Ordered as scores are, zeros alike; least for what is not a number.
-__device__ inline unsigned key_of(float score) {
-  if (!(score == score)) return 0u;
-  const unsigned bits = __float_as_uint(score == 0.0f ? 0.0f : score);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-
-// The first candidate behind `last` of those that are this thread's.
-template <int THREADS>
-__device__ inline Candidate next_candidate(const float* scores, int num, Candidate last,
-                                           int index) {
-  Candidate first{0u, 0x7fffffff};
-#pragma unroll 4
-  for (int id = index; id < num; id += THREADS) {
-    const Candidate one{key_of(__ldg(scores + id)), id};
-    if (last.before(one) && one.before(first)) first = one;
-  }
-  return first;
-}
-
-// Leaves the ids of the `top` best scores in `chosen`, the best first. Two rounds use `keys` and
-// `ids` [2 * WARPS] in turn, so that one barrier a round is enough.
-template <int WARPS>
-__device__ inline void choose(const float* scores, int num, int top, unsigned* keys, int* ids,
-                              int* chosen, int index) {
-  const int warp = index / 32;
-  Candidate mine = next_candidate<WARPS * 32>(scores, num, Candidate{0xffffffffu, -1}, index);
-  for (int round = 0; round < top; ++round) {
-    Candidate best = mine;
-#pragma unroll
-    for (int hop = 16; hop; hop /= 2) {
-      const Candidate other{__shfl_xor_sync(kAll, best.key, hop),
-                            __shfl_xor_sync(kAll, best.id, hop)};
-      if (other.before(best)) best = other;
-    }
-    const int at = round % 2 * WARPS;
-    if (index % 32 == 0) {
-      keys[at + warp] = best.key;
-      ids[at + warp] = best.id;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int w = 0; w < WARPS; ++w) {
-      const Candidate other{keys[at + w], ids[at + w]};
-      if (other.before(best)) best = other;
-    }
-    if (index == 0) chosen[round] = best.id;
-    if (best.id == mine.id) mine = next_candidate<WARPS * 32>(scores, num, best, index);
-  }
-  __syncthreads();
-}
-
 //// body
 constexpr int COUNT = D / LANES;
 constexpr int SLOTS = 32 / LANES;
 constexpr int WIDTH = decltype(KEYS)::template width<COUNT>();
-__shared__ float group_acc[SIMDGROUPS * R * D];
+__shared__ float4 group_quads[SIMDGROUPS * R * D / 4];
+float* const group_acc = reinterpret_cast<float*>(group_quads);
 __shared__ float group_top[SIMDGROUPS * R];
 __shared__ float group_sum[SIMDGROUPS * R];
 
@@ -248,11 +189,9 @@ const int in_blocks = params[kTop] * params[kBlockTokens];
 const int tail_tokens = (params[kTokens] - params[kStart]) % params[kBlockTokens];
 const int visible = in_blocks + tail_tokens;
 #if TOKENS == 3
-__shared__ unsigned best_keys[2 * SIMDGROUPS];
-__shared__ int best_ids[2 * SIMDGROUPS];
+__shared__ Choice<SIMDGROUPS> choice;
 __shared__ int blocks[kMostChosen];
-choose<SIMDGROUPS>(scores, params[kNumBlocks], params[kTop], best_keys, best_ids, blocks,
-                   int(threadIdx.x));
+choose<SIMDGROUPS>(scores, params[kNumBlocks], params[kTop], choice, blocks, int(threadIdx.x));
 #endif
 const Blocks tokens{blocks, params[kBlockTokens], params[kStart], in_blocks,
                     params[kTokens] - tail_tokens};
@@ -294,24 +233,12 @@ else {
 #if WHOLE
 gather_slots<R, COUNT, LANES, WIDTH, D>(rows, group_acc, group_top, group_sum, warp, lane);
 #endif
-__syncthreads();
 
-for (int i = int(threadIdx.x); i < R * D; i += SIMDGROUPS * 32) {
-  const int r = i / D;
-  const int row = own.row(r);
-  if (row < 0) continue;
-  float top = kLowest;
-#pragma unroll
-  for (int s = 0; s < SIMDGROUPS; ++s) top = fmaxf(top, group_top[s * R + r]);
-  float sum = 0.0f;
-  float acc = 0.0f;
-#pragma unroll
-  for (int s = 0; s < SIMDGROUPS; ++s) {
-    const float weight = exp2f(group_top[s * R + r] - top);
-    sum += group_sum[s * R + r] * weight;
-    acc += group_acc[(s * R + r) * D + i % D] * weight;
-  }
-  const Row part = Row(row) * params[kSplits] + split;
-  part_out[part * D + i % D] = sum == 0.0f ? 0.0f : acc / sum;
-  if (i % D == 0) part_lse[part] = sum == 0.0f ? -infinity() : (top + log2f(sum)) * kLn2;
-}
+#if MERGE
+__shared__ int told;
+finish_part<SIMDGROUPS, R, D, D>(group_acc, group_top, group_sum, own, split, params[kSplits],
+                                 parts, counters + blockIdx.x, out, lse, &told, int(threadIdx.x));
+#else
+finish_whole<SIMDGROUPS, R, D, D>(group_acc, group_top, group_sum, own, out, lse,
+                                  int(threadIdx.x));
+#endif
