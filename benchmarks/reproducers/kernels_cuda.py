@@ -36,7 +36,6 @@ from pion_vllm_mlx.kernels.problem import (
     DenseJob,
     Kernels,
     Prefix,
-    SparseJob,
     Suffix,
 )
 
@@ -125,6 +124,15 @@ def random(*shape: int) -> Any:
     return drawn
 
 
+def widened(q: Any) -> Any:
+    """Queries in the type of our outputs, which the next call of a chain takes: one program."""
+    import mlx.core as mx
+
+    wide = q.astype(mx.float32)
+    mx.eval(wide)
+    return wide
+
+
 def held(shape: Shape, num_tokens: int, dtype: Any = None) -> Prefix:
     """A random prefix, in bf16 or another type."""
     import mlx.core as mx
@@ -167,7 +175,7 @@ def dense(kernels: Kernels, copied: float, options: argparse.Namespace) -> dict[
             prefix, q = held(shape, num_tokens), random(shape.q_heads, 1, shape.dim)
             seconds = compare(
                 {
-                    "kernel": Chain(ours(kernels, shape, prefix), q),
+                    "kernel": Chain(ours(kernels, shape, prefix), widened(q)),
                     "mlx": Chain(theirs(shape, prefix.keys, prefix.values), q[None]),
                 },
                 options,
@@ -199,7 +207,7 @@ def batched(kernels: Kernels, options: argparse.Namespace) -> dict[str, Any]:
         q = random(shape.q_heads, num_queries, shape.dim).astype(dtype)
         seconds = compare(
             {
-                "kernel": Chain(ours(kernels, shape, prefix), q),
+                "kernel": Chain(ours(kernels, shape, prefix), widened(q)),
                 "expression": Chain(ours(MlxKernels(), shape, prefix), q),
                 "mlx": Chain(theirs(shape, prefix.keys, prefix.values), q[None]),
             },
@@ -230,7 +238,7 @@ def fused(kernels: Kernels, options: argparse.Namespace) -> dict[str, Any]:
             mx.eval(keys, values)
             seconds = compare(
                 {
-                    "kernel": Chain(ours(kernels, shape, prefix, suffix), q),
+                    "kernel": Chain(ours(kernels, shape, prefix, suffix), widened(q)),
                     "mlx": Chain(theirs(shape, keys, values, mask), q[None]),
                 },
                 options,
@@ -242,12 +250,12 @@ def fused(kernels: Kernels, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def sparse(kernels: Kernels, options: argparse.Namespace) -> dict[str, Any]:
+def sparse(kernels: DeviceKernels, options: argparse.Namespace) -> dict[str, Any]:
     """8 of 1,024 blocks beside the whole prefix."""
     return {shape.name: sparse_of(kernels, shape, options) for shape in SHAPES}
 
 
-def sparse_of(kernels: Kernels, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
+def sparse_of(kernels: DeviceKernels, shape: Shape, options: argparse.Namespace) -> dict[str, Any]:
     """Sparse attention of one shape in three ways; times, and dense over each."""
     import mlx.core as mx
 
@@ -257,8 +265,10 @@ def sparse_of(kernels: Kernels, shape: Shape, options: argparse.Namespace) -> di
     tokens = (chosen[:, None] * BLOCK + np.arange(BLOCK)).reshape(1, -1).astype(np.int32)
     indices = np.repeat(tokens, shape.q_heads, axis=0)
     counts = np.full(shape.q_heads, TOP * BLOCK, np.int32)
-    blocks = mx.array(chosen)
-    mx.eval(statistics.high, blocks)
+    given_lists = kernels.token_lists(indices, counts)
+    lists = replace(given_lists, lists=given_lists.lists + 0)  # in the GPU's memory, as blocks are
+    blocks = mx.array(chosen) + 0
+    mx.eval(statistics.high, blocks, lists.lists)
 
     def given(q: Any) -> Any:
         return kernels.attend_blocks(BlocksJob(q, prefix, head_map, blocks, BLOCK)).out
@@ -268,16 +278,17 @@ def sparse_of(kernels: Kernels, shape: Shape, options: argparse.Namespace) -> di
         return kernels.attend_best_blocks(job).out
 
     def listed(q: Any) -> Any:
-        return kernels.attend_sparse(SparseJob(q, prefix, head_map, indices, counts)).out
+        return kernels.attend_listed(q, prefix, head_map, lists).out
 
     q = random(shape.q_heads, shape.dim)
+    wide = widened(q)
     seconds = compare(
         {
-            "dense": Chain(ours(kernels, shape, prefix), q[:, None]),
+            "dense": Chain(ours(kernels, shape, prefix), wide[:, None]),
             "mlx dense": Chain(theirs(shape, prefix.keys, prefix.values), q[None, :, None]),
-            "blocks": Chain(given, q),
-            "listed": Chain(listed, q),
-            "auto": Chain(auto, q),
+            "blocks": Chain(given, wide),
+            "listed": Chain(listed, wide),
+            "auto": Chain(auto, wide),
             "one_operation": Chain(lambda value: -value, q),
         },
         options,
