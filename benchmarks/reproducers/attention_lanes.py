@@ -221,7 +221,9 @@ def batched(
         "resp_batch": lambda: resp(connection, "QUERY", *words, q.tobytes()),
         "resp_singles": lambda: [resp(connection, "QUERY", *words, blob) for blob in blobs],
     }
-    seconds = alternate(sides, options.pairs, options.patience)
+    several = {name: repeated(side, FEW) for name, side in sides.items()}
+    took = alternate(several, options.pairs, options.patience)
+    seconds = {name: [x / FEW for x in values] for name, values in took.items()}
     gain = paired_ratio(seconds["binary_singles"], seconds["binary_batch"])
     return {
         "binary": {**gain, **check(gain["median"], 4.0, at_least=True)},
