@@ -101,9 +101,7 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
     requested = _vquant(args[3], where)
     given = arguments.options(args[4:], _REGISTER_OPTIONS, where)
     prefill = arguments.given_integer(given, "PREFILL_MS", 0, MAX_PREFILL_MS)
-    heads = arguments.given_integer(given, "HEADS", 1, 1024)
-    if heads and dim % heads and "LEAVES" not in given:
-        raise CommandError(f"{where}: HEADS {heads} does not divide kv_dim {dim}")
+    heads = _heads(given, dim, where)
     specs = parse_leaves(given["LEAVES"][0]) if "LEAVES" in given else ({}, {})
     table = parse_blocks(given["BLOCKS"]) if "BLOCKS" in given else None
     fmt = resolve(requested, dim).name
@@ -122,6 +120,14 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
         return OK
 
     return Effect(effects, registered)
+
+
+def _heads(given: Mapping[str, list[Arg]], dim: int, where: str) -> int:
+    """The heads that share a row, 0 where it is not said; leaves have their own widths."""
+    heads = arguments.given_integer(given, "HEADS", 1, 1024)
+    if heads and dim % heads and "LEAVES" not in given:
+        raise CommandError(f"{where}: HEADS {heads} does not divide kv_dim {dim}")
+    return heads
 
 
 def _lives_here(context: Context, namespace: bytes, table: BlockTable | None) -> bool:
