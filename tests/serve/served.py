@@ -34,7 +34,9 @@ QUANTIZING = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
 ROUNDED = 0.1
 SEEDED = {"seed": 5}
 #: a random model would end its reply somewhere, or have it taken for thoughts or a call of a tool.
-NO_END = {"logit_bias": {str(marker): -100.0 for marker in range(7)}}
+#: And it says ASCII alone: of a batched reply mlx-lm 0.31's server leaves out last bytes that are
+#: no whole character, which ``stream_generate`` has as U+FFFD.
+NO_END = {"logit_bias": {str(token): -100.0 for token in (*range(7), *range(101, 263))}}
 
 
 @dataclass

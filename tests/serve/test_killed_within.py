@@ -129,7 +129,7 @@ def test_a_batched_reply_that_is_killed_while_it_is_read_is_the_same_again(
     assert again.cached == again.prompt - 1
     assert again.receipt["resumed_tokens"] == 0, "a batched reply has no journal"
     assert again.usage["completion_tokens"] == LIMIT
-    same = min(len(again.text), len(reading.text)) - 4  # of a character there may be a part
+    same = min(len(again.text), len(reading.text))
     assert same > 10 and again.text[:same] == reading.text[:same]
 
 
