@@ -162,7 +162,8 @@ _FLAGS: dict[str, Flag] = {
     "--appendfsync": Flag(
         "appendfsync",
         _choice("always", "everysec", "no"),
-        help="what a power cut may take",
+        help="what a power cut may take: nothing, or what came since the last flush, "
+        "with the prefix it belongs to",
         metavar="always|everysec|no",
     ),
     "--max-sessions": Flag(

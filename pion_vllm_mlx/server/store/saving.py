@@ -199,10 +199,11 @@ class Saver:
             ]
             frozen = await store.run(lambda: snapshot.frozen(store.state))
         saved = await store.run(lambda: self._publish(frozen, logs))
+        await store.run(store.segments.flush)  # so that little of it is left for the lock
         tails = await store.run(lambda: [WalTail(log.wal, log.size) for log in logs])
         async with store.write_lock:
             store.state.move_inline_states(_unchanged(store.state, frozen, saved))
-            await store.run(lambda: _shorten(logs, tails))
+            await store.run(lambda: self._shorten(logs, tails))
         store.space.saved(owed)
 
     def _publish(self, frozen: State, logs: Iterable[_Log]) -> list[SavedState]:
@@ -216,6 +217,15 @@ class Saver:
             else:
                 saved = snapshot.publish_states(log.snapshot_path, frozen, log.covered_lsn)
         return saved
+
+    def _shorten(self, logs: Iterable[_Log], tails: Iterable[WalTail]) -> None:
+        """Let each log begin behind what its snapshot covers. The write lock is held.
+
+        Rows first: what the tail of a log names came after those that ``_publish`` flushed.
+        """
+        self._store.segments.flush()
+        for log, tail in zip(logs, tails, strict=True):
+            log.wal.replace(tail, log.wal.next_lsn - 1 - log.covered_lsn)
 
 
 def _publish_manifest(path: Path, state: State, covered_lsn: int) -> None:
@@ -231,9 +241,3 @@ def _unchanged(state: State, frozen: State, saved: Iterable[SavedState]) -> list
         return None if blob is None else blob.place
 
     return [entry for entry in saved if place_of(state, entry) is place_of(frozen, entry)]
-
-
-def _shorten(logs: Iterable[_Log], tails: Iterable[WalTail]) -> None:
-    """Let each log begin behind what its snapshot covers. The write lock is held."""
-    for log, tail in zip(logs, tails, strict=True):
-        log.wal.replace(tail, log.wal.next_lsn - 1 - log.covered_lsn)

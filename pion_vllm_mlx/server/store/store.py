@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.store.counters import Counters, Replayed
 from pion_vllm_mlx.server.store.eviction import (
     EvictionPolicy,
     LeastRecentlyUsed,
@@ -26,7 +27,6 @@ from pion_vllm_mlx.server.store.eviction import (
     drop_expired,
 )
 from pion_vllm_mlx.server.store.files import not_rewritten, raise_file_limit
-from pion_vllm_mlx.server.store.findings import Finding
 from pion_vllm_mlx.server.store.folder_use import FolderUse
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record, told_sids
 from pion_vllm_mlx.server.store.recovery import Paths, Recovery
@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 SEAL_WAIT_SECONDS = 1.0
 #: how long after a save that failed no store waits for another one.
 CATCH_UP_AGAIN_SECONDS = 10.0
+#: flushes of what is written, before one for which stores wait: it has little left to do.
+_FLUSHES_AHEAD = 2
 #: while the disk keeps so many files in a row that should go, nobody leaves to make room.
 _MANY_KEPT = 4
 #: how many sessions past their deadline are dropped at once.
@@ -67,26 +69,6 @@ class StoreConfig:
     salvage: bool = False
     #: how large a disk budget the disk allows, by what is free there and by our own bytes
     disk_allows: Callable[[int, int], int] | None = None
-
-
-@dataclass
-class Counters:
-    """What happened since the start."""
-
-    damaged: int = 0
-    fetches: int = 0
-    bytes_stored: int = 0
-    bytes_copied: int = 0
-    bytes_shared: int = 0
-
-
-@dataclass
-class Replayed:
-    """How the last start went."""
-
-    vstore: int = 0
-    ssm: int = 0
-    notes: list[Finding] = field(default_factory=list)
 
 
 async def _nothing_to_give() -> None:
@@ -218,9 +200,8 @@ class Store:
         return not refused and self.segments.kept_in_a_row < _MANY_KEPT
 
     async def _flush_at_once(self) -> None:
-        loop = asyncio.get_running_loop()
         try:
-            await loop.run_in_executor(self._log_thread, self._flush)
+            await asyncio.get_running_loop().run_in_executor(self._log_thread, self._flush)
         except OSError as error:
             raise CommandError(f"stored, but not flushed: {error.strerror}") from error
 
@@ -235,19 +216,30 @@ class Store:
         self.ssm_wal.flush()
 
     async def flush(self) -> None:
-        """Segments, then logs, to stable storage: everything acknowledged so far."""
-        loop = asyncio.get_running_loop()
+        """Segments, then logs, to stable storage: everything acknowledged so far.
+
+        A log that is flushed names no rows that are not: what came meanwhile is under the lock.
+        """
+
+        async def locked() -> None:
+            async with self.write_lock:
+                await self._flush_locked()
+
+        for _ in range(_FLUSHES_AHEAD):
+            await self.run(self.segments.flush)
+        await _going_on(locked())
+
+    async def _flush_locked(self) -> None:
         emptied = self.space.emptied()
-        await loop.run_in_executor(self.io, self._flush)
+        await asyncio.get_running_loop().run_in_executor(self._log_thread, self._flush)
         self.space.discard_unused(emptied)
 
     async def mend(self) -> None:
         """Try again what the disk refused: to delete files, to cut logs. Raises CommandError."""
         self.segments.delete_again()
         if self.vstore_wal.broken or self.ssm_wal.broken:
-            loop = asyncio.get_running_loop()
             async with self.write_lock:
-                await loop.run_in_executor(self._log_thread, self._append, ())
+                await asyncio.get_running_loop().run_in_executor(self._log_thread, self._append, ())
 
     async def expire(self) -> None:
         """Drop namespaces past their deadline, some at a time. Raises CommandError."""
@@ -388,7 +380,7 @@ class Store:
     async def close(self) -> None:
         """Flush and let the threads end; a save under way ends first."""
         async with self.saver.one_at_a_time, self.write_lock:
-            await self.flush()
+            await self._flush_locked()
         self._log_thread.shutdown()
         self.io.shutdown()
 
