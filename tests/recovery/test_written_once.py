@@ -175,3 +175,20 @@ def test_bytes_on_disk_are_those_of_the_files_while_they_grow(folder: Path) -> N
             files = driver.store.segments.path.iterdir()
             found = sum(file.stat().st_blocks * 512 for file in files)
             assert driver.store.space.disk_bytes() == found
+
+
+@needs_proc
+def test_a_sealed_file_that_takes_another_part_of_the_disk_is_looked_at_again(
+    folder: Path,
+) -> None:
+    with Driver(folder) as driver:
+        driver.ask(*register("a"))
+        driver.ask(*rows("a_pk", 0, 0, 64))
+        driver.ask("KV.PREFIX.SAVE")
+        (segment,) = driver.store.segments.segments.values()
+        before = driver.store.space.disk_bytes()
+        os.pwrite(segment.file.fd, bytes(64 * KIB), segment.size)
+        segment.resized()
+        grown = segment.path.stat().st_blocks * 512
+        assert segment.disk_bytes() == grown
+        assert driver.store.space.disk_bytes() > before

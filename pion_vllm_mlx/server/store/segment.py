@@ -118,6 +118,7 @@ class Segment:
 
     def resized(self) -> None:
         """It may take more or less of the disk now."""
+        self._disk_bytes = 0
         changed = self.changed
         if changed is not None:
             changed[self.name] = self
@@ -130,7 +131,7 @@ class Segment:
             occupied = self.path.stat().st_blocks * 512
         except FileNotFoundError:
             return 0
-        if self.sealed:  # it changes no more
+        if self.sealed:  # it changes no more, unless it is said
             self._disk_bytes = occupied
         return occupied
 
