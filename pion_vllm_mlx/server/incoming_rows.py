@@ -38,7 +38,7 @@ STREAM_BYTES = 1 << 20
 #: Beside longer ones their record and their part of a header are small.
 INLINE_ROWS_BYTES = 4 << 10
 #: the same where every store is flushed before its answer: one file is, and not two.
-FLUSHED_INLINE_ROWS_BYTES = 64 << 10
+FLUSHED_INLINE_ROWS_BYTES = SPACED_BYTES
 
 
 @dataclass(frozen=True)
