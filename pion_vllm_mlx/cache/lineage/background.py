@@ -28,9 +28,10 @@ MOST_TASKS = 1024
 class Line:
     """Tasks that follow one another, of which one that waits may be done with the next.
 
-    ``name`` is equal for those of one line, ``sort`` for those that can be done together; ``join``
-    gives what does both, in the former's place, of what the former ``has``. With ``behind`` that
-    is only right where nothing else of the line waits behind the former.
+    ``name`` is the same object for those of one line, ``sort`` is equal for those that can be
+    done together; ``join`` gives what does both, in the former's place, of what the former
+    ``has``. With ``behind`` that is only right where nothing else of the line waits behind the
+    former.
     """
 
     name: object
