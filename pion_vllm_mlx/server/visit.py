@@ -123,7 +123,7 @@ class Visit:
     def _wanted(self) -> int:
         """Bytes of the request whose beginning is there, -1 for one that is not for here."""
         if self._filled < HEADER_BYTES:
-            return HEADER_BYTES + 1
+            return HEADER_BYTES
         magic, code, length = header_of(self._view)
         if magic != MAGIC or code != self._opcode or length > MOST_BYTES:
             return -1
