@@ -30,7 +30,7 @@ class Resident:
 
     prefix: api.Prefix
     absent: int = 0
-    _repeated: dict[tuple[int, bytes, int], tuple[api.Repeated | None]] = field(
+    _repeated: dict[tuple[int, bytes, int], api.Repeated | None] = field(
         default_factory=dict, compare=False, repr=False
     )
 
@@ -59,14 +59,12 @@ class Resident:
         if not self.prefix.is_host:
             return None
         key = heads, b"" if head_map is None else head_map.tobytes(), window
-        known = self._repeated.get(key)
-        if known is None:
-            q = np.zeros((heads, 1, self.dim), np.float32)
-            known = (api.repeated(q, self.prefix, head_map, window),)
+        if key not in self._repeated:
             if len(self._repeated) >= _KEPT_SHAPES:
                 self._repeated.clear()
-            self._repeated[key] = known
-        return known[0]
+            q = np.zeros((heads, 1, self.dim), np.float32)
+            self._repeated[key] = api.repeated(q, self.prefix, head_map, window)
+        return self._repeated[key]
 
     def shrink(self, most_bytes: int) -> None:
         """Give up block statistics until so many bytes are left, or K and V alone."""
