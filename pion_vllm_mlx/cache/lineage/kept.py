@@ -178,7 +178,8 @@ class Kept(Stored):
                 self._recent.forget(ids)
                 full.append(True)
 
-        point = int(ids.size) if self._shape.stateful else None
+        # a reply's state is not stored where it waits, and a later one comes
+        point = int(ids.size) if self._shape.stateful and reply is None else None
         self._recent.note(ids, int(ids.size), int(ids.size), point)
         schedule(taken.arrays, queue)
         self._counters.add("kept", not full)

@@ -113,6 +113,33 @@ def test_what_two_replies_are_to_store_stays_apart(opened: Opener) -> None:
     assert [again.match(one).length for one in whole] == [40 + 10 * EVERY] * 3
 
 
+def test_a_prompt_that_ends_where_a_reply_had_come_has_its_state_stored(opened: Opener) -> None:
+    """Of a reply that waits the last state is stored alone: the one before is not known."""
+    model = tiny_model("qwen3_next")
+    store = opened(model, key_parts={"t": "within a reply"})
+    engine = Engine(model, store)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    store._in_background(slow)
+    assert begun.wait(30)
+    ids, cache = prompt(40, 51), fresh_cache(model)
+    engine.prefill(ids, 0, 39, cache)
+    whole = [*ids, *grow(engine, store, ids, cache, 4 * EVERY + 2)]
+    go_on.set()
+    assert store.flush(60)
+
+    end = len(ids) + 2 * EVERY
+    again = fresh_cache(model)
+    engine.prefill(whole, 0, end, again)
+    assert store.keep(whole[:end], again) and store.flush(60)
+    match = opened(model, key_parts={"t": "within a reply"}).match([*whole[:end], 3, 4])
+    assert match.length == end
+
+
 @pytest.mark.parametrize("vquant", [None, "int8", "turbo4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_taken_one_after_the_other_are_together_what_is_taken_at_once(
