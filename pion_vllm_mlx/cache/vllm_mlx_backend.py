@@ -90,9 +90,7 @@ def install_vllm_mlx_backend(
     if settings is None:
         budget_bytes = int(budget_gb * GIGABYTE)
         settings = BackendSettings(
-            LineageOptions(
-                url=url, budget_bytes=budget_bytes, preload_bytes=budget_bytes or sys.maxsize
-            )
+            LineageOptions(url=url, budget_bytes=budget_bytes, preload_bytes=sys.maxsize)
         )
     anchors, caches = AnchorTexts(), weakref.WeakSet[PionPrefixCache]()
     cache_class = _cache_class(settings, anchors, caches)

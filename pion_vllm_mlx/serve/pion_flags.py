@@ -28,8 +28,8 @@ class PionFlags:
     ``host`` and ``port`` are None unless named: then the embedded server of the user's data
     folder is joined or started.  ``vquant`` None: rows keep the cache's own dtype.
     ``durable_tokens`` 0: no COMMIT. ``attend``: system prompts are attended at the store.
-    ``preload_gb``: of the conversations used last, read into memory at the start; None: all that
-    the budget keeps.
+    ``preload_gb``: of the conversations used last, read into memory at the start; None: as much
+    as is stored.
     """
 
     host: str | None = None
@@ -51,9 +51,7 @@ class PionFlags:
     @property
     def preload_bytes(self) -> int:
         """What is read into memory at the start, at most."""
-        if self.preload_gb is None:
-            return self.budget_bytes or sys.maxsize
-        return int(self.preload_gb * 10**9)
+        return sys.maxsize if self.preload_gb is None else int(self.preload_gb * 10**9)
 
     @property
     def url(self) -> str:
