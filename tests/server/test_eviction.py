@@ -156,7 +156,7 @@ def test_what_can_never_fit_is_refused_and_evicts_nobody(
         assert wire.info("KV.PREFIX.INFO")["vstore_evictions"] == "0"
 
 
-def test_a_start_with_fewer_sessions_allowed_lets_the_oldest_leave_at_once(
+def test_after_a_start_with_fewer_sessions_allowed_the_oldest_leave(
     server: RunningServer,
 ) -> None:
     server.start("--max-sessions", "20")

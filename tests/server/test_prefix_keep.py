@@ -58,6 +58,16 @@ def test_where_there_are_many_sessions_one_look_makes_room_for_several_stores(
         assert held(driver) == {"kept", *(f"n{number}" for number in range(20, 35))}
 
 
+def test_a_new_session_pays_for_a_bounded_part_of_those_that_are_too_many(tmp_path: Path) -> None:
+    with Driver(tmp_path, Options(max_sessions=2000)) as driver:
+        for number in range(600):
+            driver.ask(*register(f"n{number}"))
+        driver.store.space.max_sessions = 4
+        driver.ask(*register("new"))
+        assert len(driver.store.state.sessions) == 1200 + 2 - 512
+        assert "new" in held(driver) and "n599" in held(driver)
+
+
 def test_pins_are_evicted_where_nothing_else_is_left(tmp_path: Path) -> None:
     with Driver(tmp_path, Options(max_sessions=4)) as driver:
         driver.ask(*register("kept"))

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 RESERVED_FREE_BYTES = 5 << 30
 #: how many prefixes one look at all of them makes leave, at most.
 _LEAVING_AT_ONCE = 64
+#: how many sessions a new one makes leave, at most: a start with fewer allowed lets more go.
+_SESSIONS_AT_ONCE = 512
 #: with more sessions than these a look at all of them takes as long as many stores do.
 _MANY_SESSIONS = 4096
 #: then so much of a limit becomes free at once: what leaves early was next to leave.
@@ -274,9 +276,11 @@ class Space:
         return not any(side.layers for side in sides) and group not in with_states
 
     def evict_for_sessions(
-        self, arriving: Sequence[bytes], most: int | None = None
+        self, arriving: Sequence[bytes], most: int = _SESSIONS_AT_ONCE
     ) -> list[Record]:
         """Effects that free session slots for new sessions of these sids, ``most`` of them.
+
+        Where an earlier start allowed more sessions, the rest leaves in the background.
 
         Whoever has the most of them: no pinned one leaves while another is there that is not.
         """
