@@ -10,6 +10,7 @@ replies that end at once is done step by step, too, and not where a request has 
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class Spread:
         self._asked = False
         self._sampled = False
         self._carrying = False
+        #: that which generates, once it has added something
+        self._thread: int | None = None
 
     @property
     def waiting_bytes(self) -> int:
@@ -61,11 +64,13 @@ class Spread:
 
     def add(self, arrays: Sequence[mx.array], then: Then = lambda: None) -> None:
         """Has ``arrays`` computed soon; ``then`` is called when the last one is scheduled."""
+        self._thread = threading.get_ident()
         self._parts.append(_Part(deque(arrays), then))
         self._waiting_bytes += sum(array.nbytes for array in arrays)
 
     def one_a_step(self, job: Then, *, first: bool = False) -> None:
         """Has ``job`` done between two steps that have no other; ``first``: before all others."""
+        self._thread = threading.get_ident()
         if first:
             self._jobs.appendleft(job)
         else:
@@ -146,6 +151,15 @@ class Spread:
         if arrays:
             mx.async_eval(arrays)  # type: ignore[no-untyped-call]
         self.stepped()
+
+    def finish_here(self) -> bool:
+        """``finish`` on the thread that generates; on others whether nothing waits."""
+        if not self._parts and not self._jobs:
+            return True
+        if threading.get_ident() != self._thread:
+            return False
+        self.finish()
+        return True
 
     def _piece(self) -> list[mx.array]:
         """The next arrays, as many as a step may carry."""

@@ -123,9 +123,11 @@ def _check_arguments(budget_gb: object, url: object, settings: object) -> None:
 def uninstall_vllm_mlx_backend() -> None:
     """Put vllm-mlx's own objects back, write what waits, let the store go.
 
-    Engines built meanwhile keep their cache objects, without a store.  Does nothing where
-    nothing is installed.  Raises PionMlxCompatError where somebody else has replaced one of
-    our names; the rest is put back all the same.
+    Engines built meanwhile keep their cache objects, without a store.  What requests in flight
+    were about to keep is written where this is called on the thread that generates; else a
+    warning says that it is lost.  Does nothing where nothing is installed.  Raises
+    PionMlxCompatError where somebody else has replaced one of our names; the rest is put back
+    all the same.
     """
     if not _CURRENT:
         return

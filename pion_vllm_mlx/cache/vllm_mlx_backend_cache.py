@@ -145,9 +145,14 @@ class PionPrefixCache:
         self._counters = Counters()
 
     def save_to_disk(self, cache_dir: str) -> bool:
-        """Wait until all that was kept is stored; ``cache_dir`` is not used."""
+        """Wait until all that was kept is stored; ``cache_dir`` is not used.
+
+        What waits for steps is done at once on the thread that generates; False on others, which
+        cannot do it.
+        """
         del cache_dir
-        return self._store.flush() if self._store is not None else False
+        finished = guarded(self.spread.finish_here, False)
+        return self._store is not None and self._store.flush() and finished
 
     def load_from_disk(self, cache_dir: str) -> int:
         """Open the store on this thread, which owns MLX, and have the latest conversations read."""
@@ -324,8 +329,13 @@ class PionPrefixCache:
         }
 
     def close(self) -> None:
-        """Write what waits and let the store go."""
+        """Write what waits and let the store go.
+
+        On another thread than that which generates not what waits for its steps.
+        """
         if self._store is not None:
+            if not guarded(self.spread.finish_here, False):
+                self._tell("not stored: what requests in flight were about to keep")
             self._store.close()
         self._store, self._closed = None, True
         self._beside.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_prefill import PrefillWatch  # noqa: E
 from pion_vllm_mlx.cache.vllm_mlx_backend_steps import Steps  # noqa: E402
 from tests.conftest import RunningServer  # noqa: E402
 from tests.models import tiny_model, token_ids  # noqa: E402
-from tests.vllm_mlx.engines import running_engine, word_tokenizer  # noqa: E402
+from tests.vllm_mlx.engines import greedy, running_engine, word_tokenizer  # noqa: E402
 from tests.vllm_mlx.families import FAMILIES  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("uninstalled")
@@ -140,6 +141,42 @@ def test_whoever_leaves_leaves_nothing_that_waits(pion_server: RunningServer) ->
         assert not engine.cache.spread._parts and not engine.cache.spread._jobs
         assert engine.cache.save_to_disk("")
         assert engine.ask(prompt).cached == 299
+
+
+@pytest.mark.parametrize("how", ["saved", "closed"])
+def test_what_waits_for_steps_is_stored_by_a_save_and_at_the_end(
+    how: str, pion_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the thread that generates; another one is told that it is not all stored."""
+    installed(pion_server)
+    prompt = token_ids(200, seed=550)
+
+    def nothing(self: Spread, begun: bool) -> None:
+        self._asked = True  # as of a step where a request begins
+
+    with running_engine(FAMILIES["plain"]) as engine:
+        monkeypatch.setattr(Spread, "work", nothing)
+        cache, ask = engine.cache, engine.loop.run_until_complete
+
+        async def begin() -> str:
+            request: str = await engine.core.add_request(prompt, greedy(100_000))
+            while not cache.spread._jobs:
+                await asyncio.sleep(0.001)
+            return request
+
+        request = ask(begin())
+        assert not cache.save_to_disk("")
+        assert not cache.pion_stats().get("written")
+        if how == "saved":
+            assert engine.worker.submit(cache.save_to_disk, "").result()
+            assert cache.pion_stats()["written"] > 0
+        else:
+            engine.worker.submit(cache.close).result()
+        assert not cache.spread._jobs and engine.core.scheduler.running
+        monkeypatch.undo()
+        ask(engine.core.abort_request(request))
+    with running_engine(FAMILIES["plain"]) as engine:
+        assert engine.ask(prompt).cached == len(prompt) - 1
 
 
 @pytest.mark.parametrize("sampled", ["by the batch's sampler", "each by its own", "elsewhere"])
