@@ -21,13 +21,15 @@ from pion_vllm_mlx.wire.frames import BodyReader, Frame, FrameParser, Status
 QUERY = 0x24
 #: queries in a row after which a connection may visit.
 TRUST = 4
+#: an empty part of a visit's buffer would keep all of it for as long as the connection rests.
+_NOTHING = memoryview(b"")
 
 
 class Visiting:
     """The visits of one connection; belongs to the event loop.
 
-    ``back`` is told that one is over, with what is unsent of a
-    reply, and whether the next may begin at once; what was received is then had by ``next_frame``.
+    ``back`` is told that one is over, with what is unsent of a reply, and whether the next may
+    begin at once; what was received is then had by ``next_frame``.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class Visiting:
         self._visit: Visit | None = None
         #: the future of a visit that is under way
         self.active: asyncio.Future[None] | None = None
-        self._received = memoryview(b"")
+        self._received = _NOTHING
         #: queries in a row; whatever else is asked begins anew
         self.streak = 0
         self._begun = -1
@@ -86,7 +88,7 @@ class Visiting:
             taken = parser.take(self._received)
             if not taken:
                 return None
-            self._received = self._received[taken:]
+            self._received = self._received[taken:] or _NOTHING
         return frame
 
     def _answer(self, body: memoryview) -> bytes | None:
@@ -105,7 +107,7 @@ class Visiting:
         if visit.answered:
             self._context.client.active = time.monotonic()
         failed = done.cancelled() or done.exception() is not None
-        self._received = visit.received
+        self._received = visit.received or _NOTHING
         self.streak, self._begun = 0, -1
         goes_on = visit.goes_on and not failed and not server.stopping.is_set()
         self._told(visit.unsent, goes_on)

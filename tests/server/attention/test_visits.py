@@ -198,6 +198,24 @@ async def asked_until_it_is_over(one: Inside, query: bytes) -> int:
     return asked
 
 
+def test_a_connection_that_rests_holds_no_buffer_of_its_last_visit(tmp_path: Path) -> None:
+    async def work(one: Inside, body: bytes) -> None:
+        first = await one.ask(body)
+        crowd = frame(QUERY_FUSED, body) + frame(PING)
+        for more in (b"", crowd):
+            await one.until_visit(body, first)
+            one.lane.sock.sendall(more)
+            for wanted in [first, (OK, b"")] if more else []:
+                assert await asyncio.to_thread(one.lane.reply) == wanted
+            while one.visits:
+                await asyncio.sleep(0.005)
+            held = one.made[0]._visiting._received
+            assert held.nbytes == 0 and bytes(held.obj) == b""
+
+    with inside(tmp_path, work):
+        pass
+
+
 # -- that nobody notices: with a server of its own ------------------------------------------
 
 
