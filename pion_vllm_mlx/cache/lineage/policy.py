@@ -13,7 +13,7 @@ final       at the end of what was computed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from pion_vllm_mlx.cache.lineage.endings import Ending
 from pion_vllm_mlx.cache.lineage.types import Checkpoint, Cut, CutKind
@@ -85,13 +85,15 @@ def _guards(total: int, restored: int, ending: Ending) -> list[int]:
 def thinned(
     checkpoints: Iterable[Checkpoint],
     behind: Sequence[Checkpoint] = (),
+    forks: Collection[Checkpoint] = (),
     most: int = MOST_CHECKPOINTS,
 ) -> tuple[list[Checkpoint], list[Checkpoint]]:
     """What stays of a conversation's checkpoints and what goes, both by length.
 
     Old guards go first, then those ``behind``, which earlier versions of it left, in their
-    order but for the last; then the oldest turn boundaries, then the oldest divergences; the
-    latest of all stays, anchors always do.
+    order but for the last; then the oldest turn boundaries; then the oldest divergences; the
+    latest of all stays, anchors always do. Turn boundaries of ``forks``, from which others went
+    on, go after those that none did, and after guards before them, but before the latest two.
     """
     stay = sorted(checkpoints, key=lambda one: one.length)
     left = list(behind)
@@ -100,7 +102,7 @@ def thinned(
         held, older = _counted(stay), _counted(left)
         if len(held) + len(older) <= most:
             return [*stay, *left], sorted(gone, key=lambda one: one.length)
-        victim = _least_useful(held, older)
+        victim = _least_useful(held, older, forks)
         (left if victim in older else stay).remove(victim)
         gone.append(victim)
 
@@ -109,13 +111,19 @@ def _counted(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
     return [one for one in checkpoints if one.kind != "anchor"]
 
 
-def _least_useful(held: Sequence[Checkpoint], behind: Sequence[Checkpoint]) -> Checkpoint:
+def _least_useful(
+    held: Sequence[Checkpoint], behind: Sequence[Checkpoint], forks: Collection[Checkpoint]
+) -> Checkpoint:
     """``held`` is sorted by length; both together have more than one entry."""
     older = held[:-1]
     guards = [one for one in held if one.kind == "guard"]
     finals = [one for one in older if one.kind == "final"]
     divergences = [one for one in older if one.kind == "divergence"]
-    first = guards[:-1] or list(behind[:-1]) or finals or divergences or list(behind)
+    passed = [one for one in finals[:-1] if one not in forks]
+    last_fork = max((one.length for one in finals if one in forks), default=0)
+    spent = [one for one in guards if one.length < last_fork]
+    turns = passed or spent or finals
+    first = guards[:-1] or list(behind[:-1]) or turns or divergences or list(behind)
     return (first or list(older))[0]
 
 

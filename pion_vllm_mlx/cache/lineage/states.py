@@ -2,7 +2,8 @@
 
 A conversation that is edited again and again is a chain of segments, and no segment with a child
 is evicted. What is left behind of its earlier versions counts with it, and goes first, but for
-the latest state there: with that the version before the last edit can be gone on with.
+the latest state there: with that the version before the last edit can be gone on with. A state
+that another segment stands on was not left behind: it counts with what went on from there.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def store_state(client: LineageClient, job: Job, target: Target, namespace: str)
     others = [one for one in segment.checkpoints if one.length != length]
     own = [*others, Checkpoint(length, job.kind, sid)]
     above, beside = chain_states(target.above)
-    _, gone = thinned([*above, *own], beside)
+    _, gone = thinned([*above, *own], beside, forks([*target.above, (segment, target.end)]))
     holders = {one.sid: upper.number for upper, _ in target.above for one in upper.checkpoints}
     stay = tuple(sorted((one for one in own if one not in gone), key=lambda one: one.length))
     return StoredState(
@@ -73,15 +74,33 @@ def chain_states(
 ) -> tuple[list[Checkpoint], list[Checkpoint]]:
     """The states on the way through segments that are left at an end, and those left behind.
 
-    The latter, the oldest segment's first, only where most of what ends there is shared: then it
-    is an earlier version of the conversation, else another one. Of those that are not counted
-    each is longer than all that comes before it, so that they are few in any chain.
+    The latter, the oldest segment's first, only where most of what ends there is shared, beside
+    the system prompt: then it is an earlier version of the conversation, else another one; and
+    only those that no other conversation stands on. Of those of others each is longer than all
+    that comes before it, so that they are few in any chain.
     """
     way: list[Checkpoint] = []
     behind: list[Checkpoint] = []
+    anchor = 0
     for segment, end in above:
-        way += [one for one in segment.checkpoints if one.length <= end]
-        if segment.end - end <= end:
-            left = [one for one in segment.checkpoints if one.length > end]
+        mine = [one for one in segment.checkpoints if one.length <= end]
+        way += mine
+        anchor = max([anchor, *(one.length for one in mine if one.kind == "anchor")])
+        if segment.end - end <= end - anchor:
+            stood_on = max([end, *(kid.base for kid in segment.kids)])
+            left = [one for one in segment.checkpoints if one.length > stood_on]
             behind += sorted(left, key=lambda one: one.length)
     return way, behind
+
+
+def forks(chain: Sequence[tuple[Segment, int]]) -> list[Checkpoint]:
+    """The states that others went on from, of those on the way through a chain."""
+    found: list[Checkpoint] = []
+    mine = {segment.number for segment, _ in chain}
+    for segment, end in chain:
+        bases = [kid.base for kid in segment.kids if kid.number not in mine]
+        bases += [end] * (end < segment.end)
+        for base in bases:
+            before = [one for one in segment.checkpoints if one.length <= min(base, end)]
+            found += [max(before, key=lambda one: one.length)] if before else []
+    return found

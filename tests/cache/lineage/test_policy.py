@@ -50,6 +50,20 @@ def test_old_guards_go_before_turn_boundaries_and_those_before_divergences() -> 
     assert [one.length for one in stay] == [30, 40, 60, 70]
 
 
+def test_turn_boundaries_that_others_go_on_from_go_after_those_that_none_does() -> None:
+    held = points(*[(n, "final") for n in range(10, 70, 10)])
+    stay, gone = thinned(held, forks=held[:1])
+    assert [one.length for one in stay] == [10, 40, 50, 60]
+    assert [one.length for one in gone] == [20, 30]
+    stay, gone = thinned(held, forks=held)
+    assert [one.length for one in stay] == [30, 40, 50, 60]
+    stay, gone = thinned([*held[4:], *points((5, "divergence"))], held[:1], held[4:5], most=3)
+    assert [one.length for one in stay] == [5, 60, 10], "of those left behind the latest stays"
+    held = points((10, "guard"), (20, "final"), (30, "final"))
+    assert thinned(held, forks=held[1:2], most=2)[1] == held[:1], "that prompt was gone on with"
+    assert thinned(held, most=2)[1] == held[1:2]
+
+
 def test_anchors_are_never_thinned_and_do_not_count() -> None:
     held = points(*[(n, "anchor") for n in range(1, 9)], *[(n, "final") for n in range(20, 26)])
     stay, gone = thinned(held)

@@ -91,6 +91,59 @@ def test_siblings_with_the_same_beginning_go_on_from_their_own_states(
             talks[agent] = [*ids, *done.reply[:-1], *prompt(300, 500 + 10 * turn + agent)]
 
 
+@pytest.mark.parametrize("anchor", [300, None])
+def test_a_prompt_that_was_gone_on_with_twice_keeps_its_state_beside_its_siblings(
+    anchor: int | None, opened: Opener
+) -> None:
+    """Siblings differ in their last few tokens: what was gone on with is no earlier version."""
+    model = tiny_model("qwen3_next")
+    store = opened(model, key_parts={"siblings": str(anchor)})
+    engine = Engine(model, store)
+    firsts = [[*prompt(515, 6), *prompt(20, 800 + one)] for one in range(4)]
+    for ids in firsts:
+        engine.turn(ids, reply=1, anchor=anchor)
+        assert store.flush(60)
+    for turn in range(2):
+        for one, ids in enumerate(firsts):
+            longer = [*ids, *prompt(90, 900 + 10 * turn + one)]
+            assert engine.turn(longer, reply=1, anchor=anchor).reused == len(ids) - 1
+            assert store.flush(60)
+    for ids in firsts:
+        again = engine.turn(ids, reply=1, anchor=anchor)
+        assert again.reused == len(ids) - 1, again.match.why
+    found = [chain_of(store, [*ids, 1]) for ids in firsts]
+    assert all(len(_on_the_way(one)) <= MOST_CHECKPOINTS for one in found)
+
+
+def test_a_conversation_in_which_few_tokens_follow_the_system_prompt_is_no_version_of_another(
+    opened: Opener,
+) -> None:
+    """A template opens every first message with the same few tokens."""
+    model = tiny_model("mamba")
+    store = opened(model, key_parts={"tenant": "chats"})
+    engine = Engine(model, store)
+    system, opening = prompt(700, 7), prompt(4, 8)
+    first, other = ([*system, *opening, *prompt(40, 820 + one)] for one in range(2))
+    turns = [[*first, *prompt(40 * turn, 830)] for turn in range(3)]
+    for ids in turns:
+        engine.turn(ids, reply=1, anchor=700)
+        assert store.flush(60)
+    for turn in range(4):
+        engine.turn([*other, *prompt(40 * turn, 840)], reply=1, anchor=700)
+        assert store.flush(60)
+    for ids in turns:
+        assert engine.turn(ids, reply=1, anchor=700).reused == len(ids) - 1
+
+
+def _on_the_way(found: Found) -> list[Checkpoint]:
+    return [
+        one
+        for part, end in zip(found.chain, found.ends, strict=True)
+        for one in part.checkpoints
+        if one.length <= end and one.kind != "anchor"
+    ]
+
+
 def test_a_conversation_that_shares_only_the_beginning_thins_out_nothing_of_another(
     opened: Opener,
 ) -> None:
