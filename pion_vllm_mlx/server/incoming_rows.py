@@ -25,7 +25,7 @@ from pion_vllm_mlx.server.store.index import group_of
 from pion_vllm_mlx.server.store.records import Rows
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, RunWriter, as_bytes
 from pion_vllm_mlx.server.store.segment import Region
-from pion_vllm_mlx.server.store.shapes import SPACED_BYTES, LayerSpec, RunShape
+from pion_vllm_mlx.server.store.shapes import INLINE_ROWS_BYTES, SPACED_BYTES, LayerSpec, RunShape
 from pion_vllm_mlx.server.store.space import disk_error
 from pion_vllm_mlx.server.store.store import Store
 from pion_vllm_mlx.server.upload_room import UploadRoom
@@ -34,10 +34,8 @@ from pion_vllm_mlx.wire.resp import Arg, BulkTarget
 WHERE = "V.STOREBATCH"
 #: rows that come as they are stored are written while more arrive, from here on.
 STREAM_BYTES = 1 << 20
-#: rows below this ride in the log, and are written once more when their segment is sealed.
-#: Beside longer ones their record and their part of a header are small.
-INLINE_ROWS_BYTES = 4 << 10
-#: the same where every store is flushed before its answer: one file is, and not two.
+#: rows below this ride in the log where every store is flushed before its answer: one file is
+#: then, and not two.
 FLUSHED_INLINE_ROWS_BYTES = SPACED_BYTES
 
 

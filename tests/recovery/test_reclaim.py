@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from pion_vllm_mlx.errors import CommandError
-from pion_vllm_mlx.server.store.compaction import MERGE_RUNS, Job
+from pion_vllm_mlx.server.store.compaction import MERGED_RUNS, Job
 from pion_vllm_mlx.server.store.index import InSegment
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
 from tests.recovery.broken import content_of
@@ -161,36 +161,59 @@ def test_one_call_that_fails_costs_that_step_only(folder: Path) -> None:
     raise AssertionError("never got through")
 
 
-def test_short_runs_of_a_growing_prefix_become_one_and_the_long_one_stays(folder: Path) -> None:
+#: so many short runs stay as they are: those that came out of the log, and all others.
+MOST_LOGGED, MOST = MERGED_RUNS.values()
+
+
+@pytest.mark.parametrize(
+    ("turn_rows", "most", "turns"), [(1, MOST_LOGGED, 40), (2, MOST, 140), (16, MOST, 140)]
+)
+def test_short_runs_of_a_growing_prefix_become_one_late_and_once_and_the_long_one_stays(
+    folder: Path, turn_rows: int, most: int, turns: int
+) -> None:
     with Driver(folder) as driver:
-        driver.ask(*register("a", 1, WIDE))
-        driver.ask(*rows("a_pk", 0, 0, 1024, WIDE))
+        _begin(driver)
         long_run = driver.store.state.sessions[b"a_pk"].layers[0].extents[0].run
-        for turn in range(40):
-            driver.ask(*rows("a_pk", 0, 1024 + 16 * turn, 16, WIDE))
+        for turn in range(turns):
+            _next_turn(driver, turn, turn_rows)
             if turn % 3 == 0:
                 driver.ask("KV.PREFIX.MAP", "a")
             tidy(driver)
             layer = driver.store.state.sessions[b"a_pk"].layers[0]
-            assert len(layer.extents) <= MERGE_RUNS + 1
             assert layer.extents[0].run is long_run
-        # every turn is copied a few times at the most, the long run never
-        assert driver.store.counters.bytes_copied < 4 * 40 * 32 * WIDE * 2 + 400_000
+            if turn < most:
+                assert len(layer.extents) == 2 + turn
+                assert driver.store.counters.bytes_copied == 0
+        # the runs that became others, the spare rows of these, and what is still short
+        merged = turns // (most + 1)
+        assert len(layer.extents) <= 1 + merged + most
+        if most == MOST:
+            spare = 127 * WIDE * 2 * merged
+            copied = driver.store.counters.bytes_copied
+            assert 0 < copied <= turns * turn_rows * WIDE * 2 + spare
         expected = driver.content()
-        assert expected == content_before_tidying(folder)
-        assert agrees(driver, "a") <= MERGE_RUNS + 1
+        assert expected == content_before_tidying(folder, turns, turn_rows)
+        assert agrees(driver, "a") == len(layer.extents)
     assert content_of(folder) == expected
 
 
-def content_before_tidying(folder: Path) -> Content:
+def _begin(driver: Driver) -> None:
+    driver.ask(*register("a", 1, WIDE))
+    driver.ask(*rows("a_pk", 0, 0, 1024, WIDE))
+
+
+def _next_turn(driver: Driver, turn: int, turn_rows: int) -> None:
+    driver.ask(*rows("a_pk", 0, 1024 + turn_rows * turn, turn_rows, WIDE))
+
+
+def content_before_tidying(folder: Path, turns: int, turn_rows: int) -> Content:
     """The same stores into a folder that nobody tidies."""
     plain = folder / "plain"
     plain.mkdir()
     with Driver(plain) as driver:
-        driver.ask(*register("a", 1, WIDE))
-        driver.ask(*rows("a_pk", 0, 0, 1024, WIDE))
-        for turn in range(40):
-            driver.ask(*rows("a_pk", 0, 1024 + 16 * turn, 16, WIDE))
+        _begin(driver)
+        for turn in range(turns):
+            _next_turn(driver, turn, turn_rows)
         return driver.content()
 
 
@@ -204,7 +227,7 @@ def test_every_format_and_layout_comes_through_bit_equal(
     with Driver(folder) as driver:
         driver.ask("KV.PREFIX.REGISTER", "a", 128, fmt, "HEADS", 2)
         size = driver.store.state.sessions[b"a_pk"].spec(0).row_bytes
-        for turn in range(MERGE_RUNS + 8):
+        for turn in range(MOST + 8):
             count = 700 if turn == 3 else 9
             layout = ("HND", "NHD")[turn % 2] if layouts == "mixed" else layouts
             blob = noise((turn, fmt), count * size)

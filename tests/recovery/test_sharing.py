@@ -231,16 +231,17 @@ def test_many_short_runs_are_merged_and_still_shared(folder: Path) -> None:
     with Driver(folder) as driver:
         for name in "ab":
             driver.ask(*register(name, 1, WIDE))
-        for turn in range(40):
+        for turn in range(80):
             for name in "ab":
                 blob = block("_pk", 0, turn * 8, 8)
                 driver.ask(*put(name + "_pk", 0, turn * 8, 8, blob))
             if turn % 7 == 0:
                 share(driver)
         share(driver)
+        assert len(driver.store.state.sessions[b"a_pk"].layers[0].extents) <= 64
         expected = driver.content()
         assert rows_of(expected, "a")["rowsb'_pk'0"] == rows_of(expected, "b")["rowsb'_pk'0"]
-        assert one_bulk(driver.ask("V.FETCH", "a_pk", 0, "RANGE", 0, 320, "FMT", "STORED"))
+        assert one_bulk(driver.ask("V.FETCH", "a_pk", 0, "RANGE", 0, 640, "FMT", "STORED"))
         sound(driver)
     with Driver(folder) as driver:
         assert driver.content() == expected

@@ -39,14 +39,15 @@ from pion_vllm_mlx.server.store.sealing import prepare_segment, run_tensors, ses
 from pion_vllm_mlx.server.store.segment import Region, Segment
 from pion_vllm_mlx.server.store.segment_header import Tensor, header_bytes_for
 from pion_vllm_mlx.server.store.segments import SegmentFolder
-from pion_vllm_mlx.server.store.shapes import RunShape
+from pion_vllm_mlx.server.store.shapes import INLINE_ROWS_BYTES, SPACED_BYTES, RunShape
 from pion_vllm_mlx.server.store.state import State
 
 #: fewer dead bytes of a segment are not worth a copy.
 MIN_DEAD_BYTES = 256 << 10
-#: runs below this are short: more than MERGE_RUNS of them in a row become one.
-SHORT_RUN_BYTES = 1 << 20
-MERGE_RUNS = 16
+#: more than so many runs in a row become one, where each is below so many bytes. What came
+#: out of the log is written again early; what went straight into a segment is late, as reading
+#: many costs little, and once: what is merged is not short any more.
+MERGED_RUNS = {INLINE_ROWS_BYTES: 16, SPACED_BYTES: 64}
 
 
 def _shows(state: State, session: Session, layer: int, seen: list[Extent]) -> bool:
@@ -233,10 +234,6 @@ def _wasteful(state: State, folder: SegmentFolder, group: bytes) -> list[Segment
     return found
 
 
-def _short(extent: Extent) -> bool:
-    return extent.run.shape.data_bytes < SHORT_RUN_BYTES
-
-
 def _stretches(extents: Sequence[Extent], chosen: Sequence[bool]) -> Iterator[list[Extent]]:
     """Chosen extents that follow each other without a gap."""
     stretch: list[Extent] = []
@@ -269,6 +266,19 @@ def _same_rows(one: Extent, other: Extent) -> bool:
     return same and (one.start, one.end, one.row) == (other.start, other.end, other.row)
 
 
+def _merging(extents: Sequence[Extent]) -> list[bool]:
+    """Which extents are one of too many short runs in a row."""
+    merging = [False] * len(extents)
+    at = {id(extent): index for index, extent in enumerate(extents)}
+    for nbytes, most in MERGED_RUNS.items():
+        short = [extent.run.shape.data_bytes < nbytes for extent in extents]
+        if sum(short) > most:
+            for stretch in _stretches(extents, short):
+                for extent in stretch if len(stretch) > most else ():
+                    merging[at[id(extent)]] = True
+    return merging
+
+
 def _layer_copies(
     state: State, session: Session, layer: int, wasteful: set[str], limit: int
 ) -> Iterator[RowsCopy]:
@@ -277,13 +287,7 @@ def _layer_copies(
     leaving = [
         isinstance(e.run.place, InSegment) and e.run.place.segment.name in wasteful for e in extents
     ]
-    merging = [False] * len(extents)
-    short = [_short(extent) for extent in extents]
-    if sum(short) > MERGE_RUNS:
-        at = {id(extent): index for index, extent in enumerate(extents)}
-        for stretch in _stretches(extents, short):
-            for extent in stretch if len(stretch) > MERGE_RUNS else ():
-                merging[at[id(extent)]] = True
+    merging = _merging(extents)
     for index, extent in enumerate(extents):
         sharers = _sharers(state, session, layer, extent) if leaving[index] else ()
         if sharers:

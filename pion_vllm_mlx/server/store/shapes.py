@@ -26,6 +26,9 @@ SPARE_ROWS = 64
 GROWTH_ROWS = 64
 #: shorter runs are copied in no time, and would take far more blocks than they have bytes.
 SPACED_BYTES = 64 << 10
+#: rows below this ride in the log, and are written once more when their segment is sealed.
+#: Beside longer ones their record and their part of a header are small.
+INLINE_ROWS_BYTES = 4 << 10
 
 
 def padded_rows(rows: int) -> int:
