@@ -236,7 +236,8 @@ async def _convert(
         stored = await _with_room(store, request, spec)
     source = _source(blob)
     try:
-        if isinstance(blob, bytes):
+        if isinstance(blob, bytes) and stored.region is None:
+            # into memory; a disk may let its writers wait, and everybody with the event loop
             _write(request, spec, source, stored.writer)
         else:
             await store.run(lambda: _write(request, spec, source, stored.writer))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -206,3 +208,18 @@ def test_a_sealed_file_that_takes_another_part_of_the_disk_is_looked_at_again(
         grown = segment.path.stat().st_blocks * 512
         assert segment.disk_bytes() == grown
         assert driver.store.space.disk_bytes() > before
+
+
+def test_rows_are_written_to_their_file_off_the_event_loop(folder: Path) -> None:
+    """A disk that lets writers wait would stop every other client."""
+    seen, real = set(), os.pwritev
+
+    def pwritev(*args: Any) -> int:
+        seen.add(threading.current_thread() is threading.main_thread())
+        return real(*args)
+
+    with Driver(folder) as driver, mock.patch.object(os, "pwritev", pwritev):
+        driver.ask(*register("a"))
+        driver.ask(*rows("a_pk", 0, 0, 64))
+        driver.ask(*rows("a_pk", 0, 64, 700))
+    assert seen == {False}
