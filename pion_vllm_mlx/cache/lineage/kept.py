@@ -33,9 +33,9 @@ ROWS, NOTE = "rows", "note"
 """What waits of a reply: what its caches had new, and what its journal is to say."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Waiting:
-    """What a task is to store, and the anchor that lies in it."""
+    """What a task is to store, and the anchor that lies in it; each is another."""
 
     captured: Callable[[], Captured]
     anchor: int
@@ -180,6 +180,7 @@ class Kept(Stored):
 
         # a reply's state is not stored where it waits, and a later one comes
         point = int(ids.size) if self._shape.stateful and reply is None else None
+        self._coming.expect(what, ids)
         self._recent.note(ids, int(ids.size), int(ids.size), point)
         schedule(taken.arrays, queue)
         self._counters.add("kept", not full)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field
 
 from pion_vllm_mlx.cache.completion import TokenIds
@@ -78,6 +79,28 @@ class Recent:
     def clear(self) -> None:
         with self._lock:
             self._entries = []
+
+
+class Coming:
+    """Prompts that are on their way to the store, as long as there is what has them written.
+
+    Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._prompts: weakref.WeakKeyDictionary[object, TokenIds] = weakref.WeakKeyDictionary()
+
+    def expect(self, what: object, tokens: TokenIds) -> None:
+        """``what`` goes once they are written, or will not be."""
+        with self._lock:
+            self._prompts[what] = tokens
+
+    def common(self, tokens: TokenIds) -> int:
+        """The most tokens that one of them has in common with a prompt."""
+        with self._lock:
+            prompts = list(self._prompts.values())
+        return max((_shared(one, tokens) for one in prompts), default=0)
 
 
 class Rarely:

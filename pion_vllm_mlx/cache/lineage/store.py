@@ -38,7 +38,7 @@ from pion_vllm_mlx.cache.lineage.matching import Rules, match_of
 from pion_vllm_mlx.cache.lineage.model_key import ModelKey
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.reader import DamagedPiece, Loaded, Reader
-from pion_vllm_mlx.cache.lineage.recent import TOUCH_SECONDS, Rarely, Recent
+from pion_vllm_mlx.cache.lineage.recent import TOUCH_SECONDS, Coming, Rarely, Recent
 from pion_vllm_mlx.cache.lineage.shape import Shape, refuse_late_quantizing
 from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, Tokens, token_ids
 from pion_vllm_mlx.cache.lineage.types import (
@@ -73,7 +73,7 @@ class LineageStore(Kept):
         self.options = options or LineageOptions()
         switches = ClientSwitches.from_environment()
         self._counters = Counters()
-        self._recent = Recent()
+        self._recent, self._coming = Recent(), Coming()
         self._used, self._rated = Rarely(TOUCH_SECONDS), Rarely(TOUCH_SECONDS)
         self._faults = Faults(self._counters)
         self._bypass: str | None = None

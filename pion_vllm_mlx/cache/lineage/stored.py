@@ -22,7 +22,7 @@ from pion_vllm_mlx.cache.lineage.matching import Rules
 from pion_vllm_mlx.cache.lineage.model_key import Key
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.rates import Rates
-from pion_vllm_mlx.cache.lineage.recent import Rarely, Recent
+from pion_vllm_mlx.cache.lineage.recent import Coming, Rarely, Recent
 from pion_vllm_mlx.cache.lineage.tokens import Tokens, token_ids
 from pion_vllm_mlx.cache.lineage.types import Conversation, Explanation, LineageOptions
 from pion_vllm_mlx.errors import PionError, StoreUnavailable
@@ -41,6 +41,7 @@ class Stored:
     _key: Key
     _rules: Rules
     _recent: Recent
+    _coming: Coming
     _used: Rarely
     _rated: Rarely
     _faults: Faults
@@ -180,6 +181,8 @@ class Stored:
         Where they are they count as used: else what memory serves would be the first to go.
         """
         found = Index(self._back, names).find(ids, whole=False)
+        if found.common < rows <= self._coming.common(ids):
+            return  # its caches wait for what is being computed
         if found.common < rows:
             why = "a prompt that was stored is not stored any more"
             self._counters.add("gone", why=found.gone.sentence if found.gone else why)

@@ -119,3 +119,30 @@ def test_a_token_that_merges_with_what_follows_costs_itself_and_nothing_before(
     assert (told.position, told.stored_token, told.asked_token) == (130, 7, 9)
     turn = engine.turn(longer)
     assert (turn.reused, turn.computed) == (130, len(longer) - 130)
+
+
+def test_a_prompt_whose_caches_wait_to_be_computed_is_not_counted_as_gone(opened: Opener) -> None:
+    """An engine computes what it keeps along with later steps: who asks meanwhile is early."""
+    model = tiny_model("llama")
+    store = opened(model, key_parts={"tenant": "early"})
+    ids, cache = prompt(100, 12), fresh_cache(model)
+    Engine(model, None).prefill(ids, 0, 100, cache)
+    waiting: list[Callable[[], None]] = []
+
+    def later(arrays: Iterable[mx.array], then: Callable[[], None]) -> None:
+        mx.eval(*arrays)
+        waiting.append(then)
+
+    assert store.keep(ids, cache, schedule=later)
+    store.recheck(ids)
+    assert store.match([*ids, 1]).length == 0
+    assert store.flush(60) and "gone" not in store.stats(), store.stats()
+    while waiting:
+        waiting.pop()()
+    assert store.flush(60)
+    again = store.match([*ids, 1])
+    assert again.length == 100 and "gone" not in store.stats()
+    store.drop(store.conversations()[0].id)
+    store._recent.note(again.tokens, 100, 100, None)
+    store.recheck(ids)
+    assert store.flush(60) and store.stats()["gone"] == 1
