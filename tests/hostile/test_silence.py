@@ -51,7 +51,7 @@ def test_half_a_command_is_given_up_and_others_are_served_meanwhile(
     server = start_server("--stall-timeout", "1")
     with Wire.tcp(server.port) as wire:
         wire.ok("KV.PREFIX.REGISTER", "a", WIDTH, "fp16")
-        wire.ok("V.STOREBATCH", "a_pk", 1, 0, 9, bytes(9 * WIDTH * 4))
+        wire.ok("V.STOREBATCH", "a_pk", 1, 0, 3, bytes(3 * WIDTH * 4))  # rides in the log
         files = segment_files(server)
         idle = connect(server)
         holders = {name: connect(server) for name in HALVES}

@@ -248,6 +248,9 @@ class KillLoop:
             self.tally.start_kills += 1
         self.victim.launch(pressure)
         self.victim.wait_until_ready()
+        for client in self.clients:
+            # a start keeps to its limits by itself: what goes now was allowed to stay before
+            client.pressure = client.pressure or pressure
         self._check()
         saves = self.chance.choice((2, 40))
         for client in self.clients:
