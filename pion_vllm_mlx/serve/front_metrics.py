@@ -78,7 +78,7 @@ class FrontMetrics:
         if record.outcome is not None:
             self.tokens.labels("prompt").inc(record.outcome.prompt_tokens)
             self.tokens.labels("cached").inc(record.outcome.cached_tokens)
-            self.tokens.labels("completion").inc(record.outcome.completion_tokens)
+            self.tokens.labels("completion").inc(record.outcome.generated)
 
     def render(self, engine: dict[str, float]) -> bytes:
         """The text of ``/metrics``; ``engine``: numbers to show beside the front's own."""

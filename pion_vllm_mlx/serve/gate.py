@@ -199,7 +199,7 @@ def _words(record: RequestRecord, seconds: float) -> Iterable[str]:
     outcome = record.outcome
     if outcome is not None:
         reused, computed = outcome.cached_tokens, outcome.prompt_tokens - outcome.cached_tokens
-        yield f"reused={reused} computed={computed} generated={outcome.completion_tokens}"
+        yield f"reused={reused} computed={computed} generated={outcome.generated}"
         yield from _receipt_words(outcome.receipt or {})
     if record.first_token is not None:
         yield f"first_token_ms={(record.first_token - record.began) * 1e3:.0f}"

@@ -52,8 +52,8 @@ Piece = Text | Reasoning | ToolCall
 class Outcome:
     """How a reply ended and what it took; token counts are the engine's.
 
-    ``begun``: something of the reply itself has come. ``stop_sequence``: which of the request's
-    own ended it, where the engine says so.
+    ``begun``: something of the reply itself has come; ``parts``: in so many chunks.
+    ``stop_sequence``: which of the request's own ended it, where the engine says so.
     """
 
     finish_reason: str | None = None
@@ -63,6 +63,12 @@ class Outcome:
     completion_tokens: int = 0
     receipt: Json | None = None
     begun: bool = False
+    parts: int = 0
+
+    @property
+    def generated(self) -> int:
+        """The tokens of the reply; at least so many of one that ended before it was counted."""
+        return self.completion_tokens or self.parts
 
     def chat_usage(self) -> Json:
         """As chat completions report it."""
@@ -99,7 +105,8 @@ class ChatReader:
             delta = choice.get("delta") or choice.get("message") or {}
             thought = delta.get("reasoning") or delta.get("reasoning_content")
             said = delta.get("content") or choice.get("text")
-            self.outcome.begun |= bool(thought or said or delta.get("tool_calls"))
+            if thought or said or delta.get("tool_calls"):
+                self.outcome.begun, self.outcome.parts = True, self.outcome.parts + 1
             if thought or said:
                 yield from self.flush()
             if thought:

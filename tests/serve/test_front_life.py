@@ -226,6 +226,22 @@ def test_a_client_that_leaves_stops_the_engines_work(front: Front, path: str, st
     assert front.request(CHAT, said("say hi"))[0] == 200
 
 
+def test_the_line_of_a_client_that_left_says_how_much_of_its_reply_had_come(
+    tmp_path: Path,
+) -> None:
+    with running_front(tmp_path) as front:
+        stream = open_stream(front, "slow 100000")
+        taken = b""
+        while taken.count(b'"content"') < 20:
+            taken += stream.stream.read1()  # type: ignore[attr-defined]
+        stream.close()
+        until(lambda: "(the client left)" in front.output(), "the line")
+        (line,) = [one for one in front.output().splitlines() if "(the client left)" in one]
+        assert int(line.partition("generated=")[2].split()[0]) >= 20
+        counted = front.request("/metrics")[1]["text"].partition('kind="completion"} ')[2]
+        assert float(counted.split()[0]) >= 20
+
+
 def test_fifty_streams_at_once_all_arrive_whole(front: Front) -> None:
     started = threading.Barrier(50)
 
