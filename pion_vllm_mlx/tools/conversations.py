@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
         return one
 
     listing = action("list", _list, "list the conversations, the latest used first")
-    listing.add_argument("--model", help="a model, for its tokenizer: shows how they begin")
+    listing.add_argument(
+        "--model", help="a model, for its tokenizer: shows how the own part of each begins"
+    )
     listing.add_argument("--json", action="store_true", help="as JSON")
     for name, run, told in (
         ("pin", _pin, "keep conversations, and what they stand on, from being thrown out"),
@@ -118,14 +120,19 @@ def _tokenizer(model: str) -> tuple[dict[str, Any], Any]:
 
 
 def _begins(shelf: Shelf, one: Listed, config: dict[str, Any], tokenizer: Any) -> str | None:
-    """How the last segment of a conversation begins; None where the tokenizer is not its own."""
+    """How the last segment of a conversation begins; None where the tokenizer is not its own.
+
+    Behind "…" where it stands on others: what they have in common tells nothing.
+    """
     if tokenizer is None or not may_be_of(config, shelf.identity(one.id.rpartition(":")[0])):
         return None
     if one.own_tokens >= _LEAST_WORDS:
         tokens = shelf.own_tokens([one.id], WORD_TOKENS)[0]
+        before = one.tokens - one.own_tokens
     else:  # a branch: what it ends with tells more than its one token
         tokens = shelf.tokens(one.id)[-WORD_TOKENS:]
-    text = " ".join(str(tokenizer.decode(tokens.tolist())).split())
+        before = one.tokens - len(tokens)
+    text = "…" * (before > 0) + " ".join(str(tokenizer.decode(tokens.tolist())).split())
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 

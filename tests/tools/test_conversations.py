@@ -95,6 +95,9 @@ def test_the_list_names_what_is_stored_and_how_it_begins(
     table = ran(server, "--model", tmp_path / "llama").out.splitlines()
     assert len(table) == 3 and "BEGINS" in table[0]
     assert any("Once upon a time" in line and of["llama"]["id"] in line for line in table)
+    turn(model, server, tokenizer.encode(f"{said[:40]}+ and something of its own, 42"))
+    found = ran(server, "--json", "--model", tmp_path / "llama").json
+    assert {one["begins"] for one in found} == {None, texts["llama"], "…+ and something of its o"}
 
 
 def test_pins_hold_what_a_conversation_stands_on_until_nobody_needs_it(
