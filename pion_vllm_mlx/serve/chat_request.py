@@ -22,6 +22,10 @@ _TEMPLATE_OWN = frozenset(
 )
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
+#: as many as mlx-lm's server tells.
+MOST_TOP_LOGPROBS = 11
+
+
 
 def chat_body(body: Json, *, normalize: bool = True, fetch: bool = False) -> Json:
     """The engine's body for a chat completion request. Raises ``ApiError`` 400.
@@ -39,8 +43,8 @@ def chat_body(body: Json, *, normalize: bool = True, fetch: bool = False) -> Jso
             _check_media(message.get("content"), f"{where}content[]")
     messages = [_known_role(message) for message in messages]
     checks.objects(body, "tools")
-    if not checks.flag(body, "logprobs") and (checks.count(body, "top_logprobs", -1) or 0) > 0:
-        raise bad_request("top_logprobs stand beside the others: send logprobs, too")
+    if not checks.flag(body, "logprobs"):
+        _refuse_top_alone(body)
     return {
         **_common(body),
         "messages": normalize_messages(messages) if normalize else messages,
@@ -59,14 +63,26 @@ def completion_body(body: Json) -> Json:
     return {**_common(body), "prompt": prompt, **_log_probabilities(body)}
 
 
+def _refuse_top_alone(body: Json) -> None:
+    """Raises ``ApiError`` 400 for ``top_logprobs``, which would be ignored."""
+    if (checks.count(body, "top_logprobs", -1) or 0) > 0:
+        raise bad_request("top_logprobs stand beside the others: send logprobs, too")
+
+
 def _log_probabilities(body: Json) -> Json:
     """``logprobs`` of a text completion, a number there, in the words of a chat.
 
     It counts the likeliest tokens beside each; with 0 there is that of the token itself.
     """
     if body.get("logprobs") is None or isinstance(body["logprobs"], bool):
+        if not body.get("logprobs"):
+            _refuse_top_alone(body)
         return {}
     number = checks.count(body, "logprobs", least=0)
+    if number and number > MOST_TOP_LOGPROBS:  # the engine would name its own field
+        raise bad_request(f"logprobs must be at most {MOST_TOP_LOGPROBS}")
+    if body.get("top_logprobs") not in (None, -1, number):
+        raise bad_request("top_logprobs: here the number of logprobs says how many")
     return {"logprobs": True, **({"top_logprobs": number} if number else {})}
 
 

@@ -147,6 +147,26 @@ def test_a_prompt_is_one_string(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("body", "refusal"),
+    [
+        ({"top_logprobs": 2}, "^top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": False}, "^top_logprobs"),
+        ({"top_logprobs": 2, "logprobs": 3}, "^top_logprobs"),
+        ({"logprobs": 99}, "^logprobs must be at most 11"),
+    ],
+)
+def test_log_probabilities_of_a_completion_that_it_would_not_get_are_refused_by_name(
+    body: Json, refusal: str
+) -> None:
+    with pytest.raises(ApiError, match=refusal):
+        completion_body({"prompt": "a", **body})
+    sent = completion_body({"prompt": "a", "logprobs": 11})
+    assert (sent["logprobs"], sent["top_logprobs"]) == (True, 11)
+    assert completion_body({"prompt": "a", "logprobs": True, "top_logprobs": 2})["logprobs"] is True
+    assert completion_body({"prompt": "a", "top_logprobs": 0})["prompt"] == "a"
+
+
+@pytest.mark.parametrize(
     "raw",
     [
         b"",
