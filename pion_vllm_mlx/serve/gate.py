@@ -31,6 +31,7 @@ from pion_vllm_mlx.serve.front_metrics import FrontMetrics, RequestRecord
 log = logging.getLogger("pion_vllm_mlx.serve")
 
 RECORD = "pion.record"
+PROBES = ("/health", "/metrics")
 _LOCAL_ORIGIN = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?")
 #: names of this machine that no page on the web can have; the latter are what containers call it.
 _LOCAL_HOST = re.compile(r"(.+\.)?localhost|host\.(docker|containers)\.internal")
@@ -128,14 +129,18 @@ class Gate:
         scope[RECORD] = record
         self._open.add(id(record))
         self._idle.clear()
-        self._metrics.in_flight.inc()
+        # a scrape would find itself
+        counted = scope["path"] not in PROBES
+        if counted:
+            self._metrics.in_flight.inc()
         try:
             await self._admit(scope, receive, self._noting(scope, send, record))
         finally:
             self._open.discard(id(record))
             if not self._open:
                 self._idle.set()
-            self._metrics.in_flight.dec()
+            if counted:
+                self._metrics.in_flight.dec()
             self._finish(record)
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:

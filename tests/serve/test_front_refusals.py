@@ -289,6 +289,8 @@ def test_metrics_count_requests_tokens_and_the_engines_numbers(front: Front) -> 
     assert 'pion_tokens_total{kind="cached"}' in text
     assert "pion_engine_requests " in text
     assert "pion_engine_loads 1.0" in text
+    idle = "pion_requests_in_flight 0.0"  # the scrape itself is none
+    until(lambda: idle in front.request("/metrics")[1]["text"], "that no request is open")
 
 
 def test_each_request_is_one_log_line_and_a_path_cannot_forge_another(front: Front) -> None:
