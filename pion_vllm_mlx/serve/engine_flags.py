@@ -25,6 +25,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "prompt_concurrency": (1, math.inf),
     "decode_concurrency": (1, math.inf),
     "max_tokens": (1, math.inf),
+    "prompt_cache_size": (1, math.inf),
     "temp": (0, LARGEST),
     "top_p": (0, 1),
     "min_p": (0, 1),

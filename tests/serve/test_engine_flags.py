@@ -21,6 +21,8 @@ ENGINE = "pion_vllm_mlx.serve.engine_mlx_lm"
         (("--prompt-concurrency", "0"), "--prompt-concurrency must be at least 1"),
         (("--decode-concurrency", "-1"), "--decode-concurrency must be at least 1"),
         (("--max-tokens", "0"), "--max-tokens must be at least 1"),
+        (("--prompt-cache-size", "0"), "--prompt-cache-size must be at least 1"),
+        (("--prompt-cache-size", "-1"), "--prompt-cache-size must be at least 1"),
         (("--temp", "-1"), "--temp must be at least 0"),
         (("--temp", "nan"), "--temp must be at least 0"),
         (("--top-p", "7"), "--top-p must be at least 0 and at most 1"),
