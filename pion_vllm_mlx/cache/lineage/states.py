@@ -74,10 +74,10 @@ def chain_states(
 ) -> tuple[list[Checkpoint], list[Checkpoint]]:
     """The states on the way through segments that are left at an end, and those left behind.
 
-    The latter, the oldest segment's first, only where most of what ends there is shared, beside
-    the system prompt: then it is an earlier version of the conversation, else another one; and
-    only those that no other conversation stands on. Of those of others each is longer than all
-    that comes before it, so that they are few in any chain.
+    The latter, the oldest segment's first, only where most of what ends there is shared, the
+    system prompt left out: then it is an earlier version of the conversation, else another one;
+    and only those that no other conversation stands on. Each of other ones is longer than all
+    that comes before it, again without the system prompt, so that they are few in any chain.
     """
     way: list[Checkpoint] = []
     behind: list[Checkpoint] = []
