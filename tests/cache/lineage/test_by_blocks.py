@@ -31,11 +31,12 @@ def test_a_server_that_cannot_say_the_longest_prefix_serves_it(
 ) -> None:
     name, kv_bits = KINDS[kind]
     model, oracle = tiny_model(name), Oracle(kind)
-    first, short = prompt(300, 1), prompt(40, 2)
+    first, short, other = prompt(300, 1), prompt(40, 2), prompt(300, 5)
     caplog.set_level(logging.WARNING)
     store = open_store(model, older, **kind_options(kv_bits))
     pair = Pair(kind, store, model, oracle)
     answered = pair.ask(first)
+    pair.ask(other)
     pair.ask(short)  # has no whole block: found by its first tokens
     turn = [*first, *answered.reply, *prompt(10, 3)]
     assert pair.ask(turn).reused >= 299
@@ -45,7 +46,7 @@ def test_a_server_that_cannot_say_the_longest_prefix_serves_it(
     assert pair.ask([*turn, *prompt(9, 4)]).reused >= len(turn) - 1
     assert pair.ask(short).reused == 39
     for parted in (290, 128, 70):  # within a block, at its edge, within the next
-        pair.ask([*first[:parted], *prompt(60, parted)])
+        pair.ask([*other[:parted], *prompt(60, parted)])
     again.close()
     told = [one for one in caplog.messages if "KV.PREFIX.LONGEST" in one]
     assert told and len(told) <= 4  # once for each connection
