@@ -9,7 +9,8 @@ of the batch in which somebody was decoding, the milliseconds that our calls too
 thread, all of them together (tokenizing and planning, fetching caches, handing them over, what is
 done of what waits). *Decode*: steps a second where only decoding went on, for steps of as many
 sequences. The bars: no call over 2 ms of ours where somebody decodes, decode with the store at
-least 0.98 of without.
+least 0.98 of without. *Slowest* names the longest calls with their parts and with what other
+threads did meanwhile, *decode beside* how long steps take while those write, read or ask.
 
 ``--seeded``: requests with a seed, which mlx-lm's server does not batch; a step is a token there.
 ``--engine vllm-mlx``: with ``--python`` of an environment that has it.
@@ -49,6 +50,7 @@ from .common import (
 from .model_folder import write_model
 from .models import SHAPES
 from .serve_stalls_engine import ENGINES, MLX_LM
+from .serve_stalls_slow import Call, by_work, read, slowest
 
 ENGINE = "benchmarks.reproducers.serve_stalls_engine"
 BLOCKED_BAR_MS, DECODE_BAR = 2.0, 0.98
@@ -138,6 +140,10 @@ class Engine:
         """
         found = [Step(*json.loads(line)) for line in self.trace.read_text().splitlines()[1:]]
         return [step for step in found if step.began >= self.warm_at]
+
+    def calls(self) -> list[Call]:
+        """What its threads were doing, of one that has ended."""
+        return read(self.trace.with_suffix(".calls"))
 
     def stop(self) -> None:
         """End it; it writes its trace."""
@@ -341,6 +347,8 @@ def measure(options: argparse.Namespace, folder: Path, server: Process) -> Json:
         "held_up": {**blocked, **check(blocked[longest], BLOCKED_BAR_MS, at_least=False)},
         "held_up_without": held_up(traced[1]),
         "decode": decode_ratio(*traced),
+        "decode_beside": by_work(ours.calls(), *traced),
+        "slowest": slowest(ours.calls(), traced[0]),
         "generation_thread": stats["generation_thread"],
         "restores": stats["restores"],
         "reused": [stats["tokens_reused"], stats["tokens_prompt"]],

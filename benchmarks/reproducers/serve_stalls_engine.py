@@ -5,7 +5,8 @@ prefilled, and how long what is ours took since the step before, by the clock an
 processor time: whatever the cache was asked for, tokenizing and planning included, and what is
 done of what waits, with a step (the piece that it carries) and behind it.  A reply that is not
 batched has its tokens for steps.  The first line of the file are the names of the columns; one
-line a step follows, written when the engine ends.
+line a step follows, written when the engine ends.  What ``serve_stalls_watch`` has noted lies
+beside it, in a file of its own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .serve_stalls_watch import Watch
 
 COLUMNS = (
     "began",
@@ -47,6 +50,7 @@ class Trace:
     cpu_ms: float = 0.0
     depth: int = 0
     thread: int = 0
+    watch: Watch = field(default_factory=Watch)
 
     def ours(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """``call``, timed where it is the outermost one of ours on the generation thread."""
@@ -60,9 +64,11 @@ class Trace:
             try:
                 return call(*args, **options)
             finally:
+                cpu_ms = (time.thread_time() - cpu) * 1e3
                 self.since.append(((time.perf_counter() - began) * 1e3, call.__name__))
-                self.cpu_ms += (time.thread_time() - cpu) * 1e3
+                self.cpu_ms += cpu_ms
                 self.depth -= 1
+                self.watch.note(f"ours: {call.__name__}", began, cpu_ms)
 
         return timed
 
@@ -100,6 +106,7 @@ class Trace:
         """All of it."""
         lines = [json.dumps(COLUMNS), *(json.dumps(row) for row in self.rows)]
         self.path.write_text("\n".join(lines) + "\n")
+        self.watch.write(self.path.with_suffix(".calls"))
 
     def _before(self) -> tuple[float, float, float, str]:
         """What of ours lay before the step that begins: together, the longest, CPU, its name."""
@@ -175,6 +182,7 @@ def main(words: list[str]) -> int:
     """The engine, traced."""
     trace = Trace(Path(words[1]))
     run = watched_mlx_lm(trace) if words[0] == MLX_LM else watched_vllm_mlx(trace)
+    trace.watch.begin(served=words[0] == MLX_LM)
     code = run(words[2:])
     trace.write()
     return code
