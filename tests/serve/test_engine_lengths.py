@@ -88,7 +88,7 @@ class Asked:
     def going_on(self, prompt: Prompt) -> list[int]:
         """What memory has of a prompt that another tail follows."""
         size = len(prompt.text)
-        if self.family in STATES or (self.family == "gemma3_text" and size + prompt.made > WINDOW):
+        if self.family in STATES or (self.family == "gemma3_text" and size + prompt.made >= WINDOW):
             return [size - 1]
         return [size]
 
