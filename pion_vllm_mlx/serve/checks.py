@@ -149,11 +149,13 @@ def numbers(holder: Json, *names: str) -> Json:
 
 
 def stops(holder: Json, name: str) -> list[str]:
-    """Stop sequences: a string or a list of strings; absent or null is none."""
+    """Stop sequences: a string or a list of strings, none of them empty; absent or null is none."""
     value = holder.get(name)
     if value is None:
         return []
     words = [value] if isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise bad_request(f"{name} must be a list of strings")
-    return [word for word in words if word]
+    if "" in words:
+        raise bad_request(f"{name} has an empty string, which would stop every reply at once")
+    return words

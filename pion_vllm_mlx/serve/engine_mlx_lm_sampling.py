@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 from pion_vllm_mlx.serve.sampling import LARGEST, RANGES
@@ -43,24 +44,32 @@ def fit_sampling(asked: dict[str, Any], vocabulary: Callable[[], int]) -> dict[s
 
 
 def refuse_foreign_tokens(tokens: Iterable[int], size: int) -> None:
-    """Raises ValueError for a token id that is not among the ``size`` that a model has.
+    """Raises ValueError for a token id that is not among the ``size`` that there are.
 
     MLX writes a bias wherever its index leads.
     """
     for token in tokens:
         if not 0 <= token < size:
-            raise ValueError(f"logit_bias: there is no token {token}")
+            raise ValueError(f"logit_bias: there is no token {token}, the last one is {size - 1}")
 
 
 def vocabulary_of(model: Any, tokenizer: Any = None) -> int:
-    """How many token ids a model has, and its tokenizer, if that is given."""
+    """How many token ids a model has, and its tokenizer, if that is given: the fewer.
+
+    A model may have logits beyond its tokenizer's last id, which make them a round number.
+    """
     settings = vars(model.args)
     text = settings.get("text_config")
     known = [settings.get("vocab_size"), text.get("vocab_size") if isinstance(text, dict) else None]
     sizes = [size for size in known if isinstance(size, int)]
     if tokenizer is not None:
-        sizes.append(len(tokenizer.get_vocab()))
+        sizes.append(_ids_of(tokenizer))
     return min(sizes, default=_MOST_TOKENS)
+
+
+@lru_cache(maxsize=1)  # of a large one it takes a tenth of a second
+def _ids_of(tokenizer: Any) -> int:
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def _number(name: str, value: float) -> float:

@@ -28,6 +28,7 @@ from pion_vllm_mlx.serve.engine_vllm_mlx_refusals import (
     model_sees,
     refuse_ignored,
     refuse_parts,
+    the_tokenizer,
 )
 from pion_vllm_mlx.serve.explained import explained
 
@@ -272,7 +273,8 @@ def refuse(body: bytes, *, chat: bool) -> None:
         return
     refuse_parts(asked, sees=model_sees())
     refuse_ignored(asked, chat=chat)
-    refuse_foreign_tokens(biased_tokens(asked), vocabulary())
+    biased = biased_tokens(asked)
+    refuse_foreign_tokens(biased, vocabulary() if biased else 0)
 
 
 def biased_tokens(asked: dict[str, Any]) -> list[int]:
@@ -284,8 +286,9 @@ def biased_tokens(asked: dict[str, Any]) -> list[int]:
 
 
 def vocabulary() -> int:
-    """How many token ids every model that is loaded has."""
-    return min((vocabulary_of(cache.model) for cache in installed_caches()), default=0)
+    """How many token ids every model that is loaded has, and the tokenizer of the one."""
+    models, tokenizer = [cache.model for cache in installed_caches()], the_tokenizer()
+    return min((vocabulary_of(model, tokenizer) for model in models), default=0)
 
 
 def _with_length(headers: Any, length: int) -> list[tuple[bytes, bytes]]:

@@ -79,6 +79,19 @@ def model_sees() -> bool:
         return True
 
 
+def the_tokenizer() -> Any:
+    """That of the one model; None where several are served, or none yet."""
+    from fastapi import HTTPException
+    from vllm_mlx import server
+
+    if vars(server).get("_model_manager") is not None:
+        return None
+    try:
+        return server.get_engine().tokenizer
+    except HTTPException:
+        return None
+
+
 def refuse_ignored(asked: Json, *, chat: bool) -> None:
     """Raises ValueError that names a setting of a body which would be ignored.
 

@@ -28,7 +28,7 @@ def test_any_model_name_is_the_one_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop", "words"), [("x", ["x"]), (["x", "", "y"], ["x", "y"]), (None, None)]
+    ("stop", "words"), [("x", ["x"]), (["x", "y"], ["x", "y"]), ([], []), (None, None)]
 )
 def test_stop_sequences_are_a_list_for_the_engine(stop: Any, words: Any) -> None:
     assert chat_body({"messages": [HI], "stop": stop}).get("stop") == words
@@ -85,6 +85,8 @@ def test_what_the_engine_knows_passes_through_and_null_means_absent() -> None:
         ({"messages": [HI], "stream_options": "x"}, "stream_options"),
         ({"messages": [HI], "n": 2}, "n must be 1"),
         ({"messages": [HI], "stop": 5}, "stop"),
+        ({"messages": [HI], "stop": ""}, "stop has an empty string"),
+        ({"messages": [HI], "stop": ["x", ""]}, "stop has an empty string"),
         ({"messages": [HI], "tools": "x"}, "tools"),
         ({"messages": [HI], "model": 5}, "model"),
         ({"messages": [HI], "seed": 1 << 70}, "seed"),

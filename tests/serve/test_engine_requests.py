@@ -261,6 +261,8 @@ def test_a_prompt_that_the_template_refuses_leaves_the_engine_alive(engine: Engi
         ("/v1/completions", {"prompt": ""}, "no tokens"),
         ("/v1/completions", {"prompt": "", "seed": 1}, "no tokens"),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"99999": 1.0}}, "logit_bias"),
+        # of the model, whose tokenizer has none like it
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"263": 1.0}}, "the last one is 262"),
         ("/v1/completions", {"prompt": "x", "logit_bias": {"-1": 1.0}}, "logit_bias"),
         ("/v1/completions", {"prompt": "x", "temperature": 10**400}, "temperature"),
         ("/v1/completions", {"prompt": "x", "presence_penalty": -(10**400)}, "presence_penalty"),

@@ -239,6 +239,8 @@ def test_the_last_miss_is_explained_as_things_were_then(
         ("/v1/completions", {"prompt": ""}, "no tokens"),
         ("/v1/completions", {"prompt": "", "stream": True}, "no tokens"),
         ("/v1/chat/completions", {"messages": HELLO, "logit_bias": {"99999": 1.0}}, "logit_bias"),
+        # of the model, whose tokenizer has none like it
+        ("/v1/chat/completions", {"messages": HELLO, "logit_bias": {"263": 1.0}}, "one is 262"),
         ("/v1/chat/completions", {"messages": HELLO, "logit_bias": {"-1": 1.0}}, "logit_bias"),
         ("/v1/chat/completions", {"messages": HELLO, "logit_bias": {"x": 1.0}}, "logit_bias"),
     ],
@@ -259,7 +261,7 @@ def test_what_a_step_of_all_requests_would_fail_on_costs_its_own_request_alone(
         rest = answer.read()
     assert named in str(told)
     assert rest.endswith(b"data: [DONE]\n\n") and b'"error"' not in rest
-    bias = {"0": -100.0, "263": 1.5}
+    bias = {"0": -100.0, "262": 1.5}
     assert engine.chat(HELLO, logit_bias=bias)["usage"]["completion_tokens"] > 0
 
 
