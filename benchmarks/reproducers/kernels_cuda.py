@@ -8,15 +8,21 @@ that over the bytes that a copy of 1 GB reads and writes in its time. ``batched`
 query tokens, ours, mlx's and the expression in mlx operations that gives the lse too. ``fused``:
 suffix and prefix under one softmax, beside mlx's attention over the joined arrays. ``sparse``: 8 of
 1,024 blocks of 64 tokens, given (``blocks``), as 512 listed tokens a head (``listed``) and selected
-by block means (``auto``), beside all 65,536 tokens; ``one_operation`` is what a chain of mlx's
-least operation takes each, so what no kernel of one launch goes below.  ``--only NAME`` measures
-one of these parts.
+by block means (``auto``), beside all 65,536 tokens.  Two sides say what is out of reach here:
+``one_operation`` is mlx's least operation, ``empty_call`` a kernel of ours that copies its queries
+and writes the two outputs of attention; ``dense_over`` of it is what no kernel of one call gets
+beyond.  ``--only NAME`` measures one of these parts.  ``batched`` is what the rules of
+``choices.json`` are read from: after a run with ``--save``, ``tests/kernels/test_choice.py`` names
+the rows that they decide otherwise.
+
+As in a server that attends, mlx does not round to TF32, unless MLX_ENABLE_TF32=1 says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,6 +31,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.reproducers.common import alternate, check, paired_ratio, report
+from benchmarks.reproducers.kernels_floor import empty_call
+from pion_vllm_mlx.config import set_up_products
 from pion_vllm_mlx.kernels.cuda_kernels import CudaKernels
 from pion_vllm_mlx.kernels.device_kernels import DeviceKernels
 from pion_vllm_mlx.kernels.device_source import CUDA
@@ -72,7 +80,17 @@ SHAPES = (
     Shape("32/8x64", 32, 8, 64),
     Shape("32/32x128", 32, 32, 128),
 )
-WIDE = Shape("32/8x256", 32, 8, 256)
+# Query heads, KV heads, then of each row of ``batched``: D, type, N, M.
+BATCHED_HEADS = (32, 8)
+BATCHED = (
+    *((128, "bfloat16", n, m) for n in (2048, 16_384, 65_536) for m in (16, 64)),
+    (128, "bfloat16", 2048, 512),
+    *((dim, "bfloat16", n, 16) for dim in (160, 192, 256, 512) for n in (2048, 8192)),
+    *((dim, "bfloat16", 16_384, 16) for dim in (192, 256)),
+    *((128, "float32", n, 16) for n in (2048, 8192, 16_384)),
+    *((dim, "float32", 8192, 16) for dim in (64, 192, 256)),
+    (256, "bfloat16", 1024, 16),
+)
 
 
 @dataclass
@@ -197,12 +215,9 @@ def batched(kernels: Kernels, options: argparse.Namespace) -> dict[str, Any]:
     import mlx.core as mx
 
     found: dict[str, Any] = {}
-    sizes = [(SHAPES[0], num, m) for num in (2048, 16_384, 65_536) for m in (16, 64)]
-    sizes += [(WIDE, num, 16) for num in (2048, 16_384)] + [(SHAPES[0], 2048, 512)]
-    cases = [(*size, mx.bfloat16) for size in sizes]
-    cases += [(SHAPES[0], num, 16, mx.float32) for num in (2048, 16_384)]
-    cases += [(Shape("32/8x192", 32, 8, 192), 16_384, 16, mx.bfloat16)]
-    for shape, num_tokens, num_queries, dtype in cases:
+    for dim, name, num_tokens, num_queries in BATCHED:
+        heads, kv_heads = BATCHED_HEADS
+        shape, dtype = Shape(f"{heads}/{kv_heads}x{dim}", heads, kv_heads, dim), getattr(mx, name)
         prefix = held(shape, num_tokens, dtype)
         q = random(shape.q_heads, num_queries, shape.dim).astype(dtype)
         seconds = compare(
@@ -214,7 +229,7 @@ def batched(kernels: Kernels, options: argparse.Namespace) -> dict[str, Any]:
             options,
         )
         times = {name: microseconds(one) for name, one in seconds.items()}
-        found[f"{shape.name} {str(dtype)[9:]} N={num_tokens} M={num_queries}"] = {
+        found[f"{shape.name} {name} N={num_tokens} M={num_queries}"] = {
             "us": times,
             "ratio": paired_ratio(seconds["kernel"], seconds["mlx"])["median"],
             "with_lse": min(("kernel", "expression"), key=times.__getitem__),
@@ -290,17 +305,19 @@ def sparse_of(kernels: DeviceKernels, shape: Shape, options: argparse.Namespace)
             "listed": Chain(listed, wide),
             "auto": Chain(auto, wide),
             "one_operation": Chain(lambda value: -value, q),
+            "empty_call": Chain(empty_call(), wide),
         },
         options,
     )
+    ways = ("blocks", "listed", "auto")
     ratios = {
         name: paired_ratio(seconds["dense"], seconds[name])["median"]
-        for name in ("blocks", "listed", "auto")
+        for name in (*ways, "empty_call")
     }
     return {
         "us": {name: microseconds(times) for name, times in seconds.items()},
         "dense_over": ratios,
-        "checks": {name: check(ratio, 10, at_least=True) for name, ratio in ratios.items()},
+        "checks": {name: check(ratios[name], 10, at_least=True) for name in ways},
     }
 
 
@@ -336,6 +353,7 @@ def device_name() -> str:
 
 def main(options: argparse.Namespace) -> None:
     """Measure and report; with ``--sweep`` only the sweep."""
+    set_up_products()
     kernels = CudaKernels()
     reason = kernels.unavailable()
     if reason is not None:
@@ -352,7 +370,11 @@ def main(options: argparse.Namespace) -> None:
         "sparse": lambda: sparse(kernels, options),
     }
     wanted = [options.only] if options.only else PARTS
-    figures: dict[str, Any] = {"device": device_name(), "copy_GB_s": round(copied / 1e9)}
+    figures: dict[str, Any] = {
+        "device": device_name(),
+        "tf32": os.environ["MLX_ENABLE_TF32"] != "0",
+        "copy_GB_s": round(copied / 1e9),
+    }
     figures |= {name: parts[name]() for name in wanted}
     name = f"kernels_cuda-{options.only}" if options.only else "kernels_cuda"
     report(name, options, figures, "mlx")

@@ -1,19 +1,15 @@
-"""The texts of the GPU kernels, and what one launch of one is.
+"""Programs of the GPU kernels, and what one launch of one is.
 
-A kernel is a file ``<folder>/<name>.<suffix>``: what stands above the line ``//// body`` is its
-header, what stands below is the body that mlx wraps in a signature.  What kernels share is in
-files of its own, which precede the header of those that use it.  Macros say how K and V are held,
-template arguments are integers.  Texts know nothing of mlx: tests run the same ones in an
-emulation.
+A program is the text of a kernel (``device_text``) under macros, which say how K and V are held,
+and template arguments, which are integers.  Texts know nothing of mlx: tests run the same ones in
+an emulation.
 """
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
@@ -21,7 +17,6 @@ from numpy.typing import NDArray
 
 from pion_vllm_mlx.kernels.problem import Array
 
-BODY_MARK = "//// body\n"
 # mlx passes an input of fewer values in Metal's constant address space.
 SMALL_INPUT = 8
 
@@ -63,6 +58,9 @@ class Dialect:
     merge: in ``whole_simdgroups``, ``whole_unroll`` keys of a thread under way, and with fewer
     rows in a tile where there are less than ``whole_tiles``;
     ``merges``: kernels of few rows merge their parts in the same launch;
+    ``scratch_values``: f32 values of such parts up to which they lie in memory that the runner
+    keeps, where a launch would make an output for them: mlx takes 1 us for each;
+    ``includes``: its compiler reads files that a text names;
     ``group_warps``, ``group_blocks``, ``group_keys``: of ``group_rows``, warps of a threadgroup,
     how many of these a launch should have, and the fewest keys of each.
     """
@@ -82,6 +80,8 @@ class Dialect:
     whole_unroll: int = 4
     whole_tiles: int = 1
     merges: bool = False
+    scratch_values: int = 0
+    includes: bool = False
     group_warps: int = 8
     group_blocks: int = 264
     group_keys: int = 128
@@ -103,6 +103,8 @@ CUDA = Dialect(
     whole_unroll=8,
     whole_tiles=128,
     merges=True,
+    scratch_values=32 * 4 * 136,
+    includes=True,
 )
 
 
@@ -148,40 +150,6 @@ class Signature:
     inputs: tuple[tuple[str, Kind, bool], ...]
     outputs: tuple[tuple[str, Kind], ...]
 
-    def name(self, dialect: Dialect) -> str:
-        """A name that differs where anything does: mlx keeps programs by name."""
-        text = repr((self, header(dialect, self), body(dialect, self)))
-        return f"pion_{self.kernel}_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-@lru_cache(maxsize=64)
-def text_of(dialect: Dialect, kernel: str) -> str:
-    """The file of a kernel."""
-    folder = resources.files("pion_vllm_mlx.kernels").joinpath(dialect.name)
-    return folder.joinpath(f"{kernel}.{dialect.suffix}").read_text(encoding="utf-8")
-
-
-def shared_texts(dialect: Dialect, signature: Signature) -> tuple[str, ...]:
-    """The files whose functions a program uses, and no other: each is compiled with it."""
-    defines = dict(signature.defines)
-    ending = {"0": ("warps", "whole"), "1": ("warps", "parts"), None: ()}[defines.get("MERGE")]
-    tensors = ("multiply",) if signature.kernel in ("group_rows", "tensor_rows") else ()
-    chooses = ("choose",) if dialect.merges and defines.get("TOKENS") == "3" else ()
-    return ("rows", *ending, *tensors, *chooses)
-
-
-def header(dialect: Dialect, signature: Signature) -> str:
-    """Everything before the body: macros, shared part, the kernel's own functions."""
-    macros = "".join(f"#define {name} {value}\n" for name, value in signature.defines)
-    own = text_of(dialect, signature.kernel).partition(BODY_MARK)[0]
-    shared = "".join(f"{text_of(dialect, name)}\n" for name in shared_texts(dialect, signature))
-    return f"{macros}{shared}{own}"
-
-
-def body(dialect: Dialect, signature: Signature) -> str:
-    """What goes between the braces of the function."""
-    return text_of(dialect, signature.kernel).partition(BODY_MARK)[2]
-
 
 class Runner(ABC):
     """Runs launches: on a device through mlx, or in a test's emulation."""
@@ -207,3 +175,7 @@ class Runner(ABC):
     @abstractmethod
     def counters(self, count: int) -> Array:
         """At least ``count`` zeros that a launch counts with; it leaves zeros."""
+
+    @abstractmethod
+    def scratch(self) -> Array:
+        """``scratch_values`` of the dialect that no other launch under way writes to."""

@@ -10,11 +10,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.kernels.device_source import Dialect, Launch, Runner, Signature, body, header
+from pion_vllm_mlx.kernels.device_source import Dialect, Kind, Launch, Runner, Signature
+from pion_vllm_mlx.kernels.device_text import body, header, program_name
 from pion_vllm_mlx.kernels.problem import Array
 
-# Launches that may be under way at once with counters of their own: far more than a graph has.
+# Launches that may be under way at once with counters or scratch of their own: far more than mlx
+# puts into a graph.
 _COUNTERS = 1024
+_SCRATCHES = 512
+
+# Integers that a launch reads sooner in the host's memory than another launch copies them.
+_FEW = 1024
 
 # Head dimensions, types, layouts and tile sizes multiply; a process meets few of them.
 _MAX_PROGRAMS = 512
@@ -26,7 +32,7 @@ class MlxRunner(Runner):
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
         self._program = lru_cache(maxsize=_MAX_PROGRAMS)(self._make_program)
-        self._counters = lru_cache(maxsize=None)(self._make_counters)
+        self._rotating = lru_cache(maxsize=None)(self._make_rotating)
 
     def run(self, launch: Launch) -> list[Array]:
         """The outputs of a launch, lazily."""
@@ -51,10 +57,14 @@ class MlxRunner(Runner):
         mx.eval(arrays)
 
     def given(self, values: NDArray[np.int32]) -> Array:
-        """Integers as an mlx array."""
+        """Integers as an mlx array, of the GPU's own memory where they are many.
+
+        What the host makes stays in its memory, which threads would read one by one.
+        """
         import mlx.core as mx
 
-        return mx.array(values)
+        array = mx.array(values)
+        return array + 0 if self.dialect.name == "cuda" and values.size > _FEW else array
 
     def constant(self, values: NDArray[np.int32]) -> Array:
         """Integers in the GPU's own memory: what the host makes, it may have to fetch again."""
@@ -66,15 +76,19 @@ class MlxRunner(Runner):
 
     def counters(self, count: int) -> Array:
         """Zeros that no other launch under way counts with."""
-        return next(self._counters(max(64, 1 << (count - 1).bit_length())))
+        return next(self._rotating(_COUNTERS, max(64, 1 << (count - 1).bit_length()), "i32"))
 
-    def _make_counters(self, count: int) -> Iterator[Array]:
+    def scratch(self) -> Array:
+        """Memory that no other launch under way writes to."""
+        return next(self._rotating(_SCRATCHES, self.dialect.scratch_values, "f32"))
+
+    def _make_rotating(self, number: int, count: int, kind: Kind) -> Iterator[Array]:
         """Parts of one array in turn: launches of a graph that need not wait run at once."""
         import mlx.core as mx
 
-        zeros = mx.zeros((_COUNTERS, count), mx.int32) + 0
+        zeros = mx.zeros((number, count), mx.int32 if kind == "i32" else mx.float32) + 0
         mx.eval(zeros)
-        parts = [zeros[number] for number in range(_COUNTERS)]
+        parts = [zeros[one] for one in range(number)]
         mx.eval(parts)
         return itertools.cycle(parts)
 
@@ -83,7 +97,7 @@ class MlxRunner(Runner):
 
         make: Any = mx.fast.metal_kernel if self.dialect.name == "metal" else mx.fast.cuda_kernel
         program: Callable[..., Any] = make(
-            name=signature.name(self.dialect),
+            name=program_name(self.dialect, signature),
             input_names=[name for name, _, _ in signature.inputs],
             output_names=[name for name, _ in signature.outputs],
             header=header(self.dialect, signature),

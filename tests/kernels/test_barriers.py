@@ -17,8 +17,8 @@ from pion_vllm_mlx.kernels.device_source import (
     METAL,
     Dialect,
     Signature,
-    shared_texts,
 )
+from pion_vllm_mlx.kernels.device_text import shared_texts
 from pion_vllm_mlx.kernels.problem import BlockStatistics
 from tests.kernels import device_cases
 from tests.metal_emulation.emulation import (

@@ -25,18 +25,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_vllm_mlx.kernels.device_source import (
-    BODY_MARK,
     SMALL_INPUT,
     Dialect,
     Kind,
     Launch,
     Runner,
     Signature,
-    body,
-    header,
-    shared_texts,
-    text_of,
 )
+from pion_vllm_mlx.kernels.device_text import body, body_of, functions_of, header
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -163,17 +159,14 @@ def program(dialect: Dialect, signature: Signature, number: int, texts: tuple[st
 
 
 def product_texts(dialect: Dialect, signature: Signature) -> tuple[str, str]:
-    """Header and body as mlx gets them, with marks of the files' lines in between."""
-    own = text_of(dialect, signature.kernel).partition(BODY_MARK)[0]
-    texts = {name: text_of(dialect, name) for name in shared_texts(dialect, signature)}
-    plain = "".join(f"{text}\n" for text in texts.values())
-    macros = header(dialect, signature).removesuffix(f"{plain}{own}")
-    shared = "".join(f'#line 1 "{name}.{dialect.suffix}"\n{text}\n' for name, text in texts.items())
-    name = f"{signature.kernel}.{dialect.suffix}"
-    return (
-        f'{macros}{shared}#line 1 "{name}"\n{own}',
-        f'#line {own.count(chr(10)) + 2} "{name}"\n{body(dialect, signature)}',
-    )
+    """Header and body as mlx gets them, files that they name stripped and put in their place."""
+
+    def put(match: re.Match[str]) -> str:
+        return (body_of if match[1] else functions_of)(dialect, match[2])
+
+    named = r'\n(#define BODY\n)?#include ".*/(\w+)\.cu"(?(1)\n#undef BODY)'
+    given = (header(dialect, signature), body(dialect, signature))
+    return re.sub(named, put, given[0]), re.sub(named, put, given[1])
 
 
 class Library:
@@ -278,12 +271,19 @@ class Compiler:
 class EmulatedRunner(Runner):
     """Runs launches of numpy arrays in the emulation; bf16 is uint16, as kernels/problem has it.
 
-    ``mutate``, where a test sets it, changes header and body before they are compiled.
+    ``mutate``, where a test sets it, changes header and body before they are compiled; these are
+    ``texts`` of a program.
     """
 
-    def __init__(self, dialect: Dialect, compiler: Compiler) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        compiler: Compiler,
+        texts: Callable[[Dialect, Signature], tuple[str, str]] = product_texts,
+    ) -> None:
         self.dialect = dialect
         self._compiler = compiler
+        self._texts = texts
         self._libraries: dict[Signature, Library] = {}
         self._counters = np.zeros(0, np.int32)
         self.mutate: Callable[[tuple[str, str]], tuple[str, str]] | None = None
@@ -322,8 +322,12 @@ class EmulatedRunner(Runner):
         assert not self._counters.any()
         return self._counters
 
+    def scratch(self) -> NDArray[np.float32]:
+        """Memory that holds nothing yet."""
+        return np.full(self.dialect.scratch_values, np.nan, np.float32)
+
     def _library(self, signatures: Sequence[Signature]) -> Library:
-        texts = {one: product_texts(self.dialect, one) for one in signatures}
+        texts = {one: self._texts(self.dialect, one) for one in signatures}
         if self.mutate is not None:
             texts = {one: self.mutate(text) for one, text in texts.items()}
         programs = {one: (one, text) for one, text in texts.items()}
@@ -352,3 +356,7 @@ class Recorder(Runner):
     def counters(self, count: int) -> NDArray[np.int32]:
         """Zeros, of as many as never lie in Metal's constant address space."""
         return np.zeros(max(count, SMALL_INPUT), np.int32)
+
+    def scratch(self) -> NDArray[np.float32]:
+        """Zeros."""
+        return np.zeros(self.dialect.scratch_values, np.float32)

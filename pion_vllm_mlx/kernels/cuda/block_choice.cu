@@ -1,7 +1,8 @@
+#ifndef BODY
 // The ids of the blocks whose rank is below the number wanted, ascending.
 // Grid: (blocks / 4) blocks of four warps, one block of keys each. Out: chosen i32 [top].
 
-//// body
+#else  // body
 const int lane = int(threadIdx.x % 32);
 const int block = int(blockIdx.x) * 4 + int(threadIdx.x / 32);
 if (block < params[kNumBlocks] && ranks[block] < params[kTop]) {
@@ -13,3 +14,4 @@ if (block < params[kNumBlocks] && ranks[block] < params[kTop]) {
   before = warp_count(before);
   if (lane == 0) chosen[before] = block;
 }
+#endif  // body

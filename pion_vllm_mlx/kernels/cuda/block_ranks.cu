@@ -1,3 +1,4 @@
+#ifndef BODY
 // How many blocks come before each: those with a greater score, or an equal one and a lower id.
 // A score that is not a number comes last.
 // Grid: (blocks / 4) blocks of four warps, one block of keys each. Out: ranks i32 [blocks].
@@ -9,7 +10,7 @@ __device__ inline bool comes_before(float score, int id, float mine, int my_id) 
   return is_number == am_number ? id < my_id : is_number;
 }
 
-//// body
+#else  // body
 const int lane = int(threadIdx.x % 32);
 const int block = int(blockIdx.x) * 4 + int(threadIdx.x / 32);
 const int num = params[kNumBlocks];
@@ -23,3 +24,4 @@ if (block < num) {
   before = warp_count(before);
   if (lane == 0) ranks[block] = before;
 }
+#endif  // body

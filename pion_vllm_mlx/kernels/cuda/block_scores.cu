@@ -1,3 +1,4 @@
+#ifndef BODY
 // Scores of blocks, averaged over the query heads; those by the mean scaled by 1 / sqrt(D).
 //
 // A score is linear in q for the mean, and in its positive and its negative values for Quest's
@@ -49,7 +50,7 @@ __device__ inline void add_row(Summed<COUNT>& summed, const T* row, int lane) {
   }
 }
 
-//// body
+#else  // body
 constexpr int COUNT = D / 32;
 constexpr int WIDTH = COUNT % 4 == 0 ? 4 : COUNT % 2 == 0 ? 2 : 1;
 __shared__ float partial[kScored * kScored];
@@ -114,3 +115,4 @@ if (mine < kScored && first + mine < num_blocks) {
 #endif
   scores[first + mine] = sum;
 }
+#endif  // body

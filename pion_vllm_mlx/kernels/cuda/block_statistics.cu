@@ -1,8 +1,9 @@
+#ifndef BODY
 // What a selector keeps of each full block of keys: the mean, or the largest and least values.
 // Grid: (blocks, H_kv) blocks of 32 threads. Out: high f32 [H_kv, blocks, D], and with QUEST low of
 // the same shape.
 
-//// body
+#else  // body
 const int lane = int(threadIdx.x);
 const int block = int(blockIdx.x);
 const int head = int(blockIdx.y);
@@ -46,3 +47,4 @@ for (int d = lane * 4; d < D; d += 128) {
 #endif
   }
 }
+#endif  // body

@@ -1,3 +1,4 @@
+#ifndef BODY
 // Attention of a few query rows (single query, grouped heads, short suffixes) to one part of the
 // keys. LANES threads share a key, so a warp holds 32 / LANES keys at once; all R rows of the tile
 // use a key while it is in registers, and the values of a key are on their way before its score.
@@ -153,7 +154,7 @@ __device__ inline void gather_slots(const Rows<R, COUNT>& rows, float* acc, floa
   }
 }
 
-//// body
+#else  // body
 constexpr int COUNT = D / LANES;
 constexpr int SLOTS = 32 / LANES;
 constexpr int WIDTH = decltype(KEYS)::template width<COUNT>();
@@ -242,3 +243,4 @@ finish_part<SIMDGROUPS, R, D, D>(group_acc, group_top, group_sum, own, split, pa
 finish_whole<SIMDGROUPS, R, D, D>(group_acc, group_top, group_sum, own, out, lse,
                                   int(threadIdx.x));
 #endif
+#endif  // body

@@ -1,3 +1,4 @@
+#ifndef BODY
 // Attention of at most eight query rows of one KV head (one query, grouped heads, short suffixes)
 // to one part of the keys on tensor cores, straight from registers. K and V are 16 bits wide. Rows
 // 0 to 7 of a 16-row fragment are the values rounded to that type, rows 8 to 15 what rounding left
@@ -225,7 +226,7 @@ __device__ inline void gather(const Group<D>& rows, float* acc, float* tops, flo
   }
 }
 
-//// body
+#else  // body
 constexpr int PADDED = D + 4;
 __shared__ float4 group_quads[SIMDGROUPS * R * PADDED / 4];
 float* const group_acc = reinterpret_cast<float*>(group_quads);
@@ -298,3 +299,4 @@ finish_part<SIMDGROUPS, R, D, PADDED>(group_acc, group_top, group_sum, own, spli
 finish_whole<SIMDGROUPS, R, D, PADDED>(group_acc, group_top, group_sum, own, out, lse,
                                        int(threadIdx.x));
 #endif
+#endif  // body

@@ -1,3 +1,4 @@
+#ifndef BODY
 // Attention of 16 query rows of one KV head to one part of the keys: four warps of four rows share
 // tiles of 32 keys in shared memory, SLICE dimensions at a time.
 //
@@ -96,7 +97,7 @@ __device__ inline void visit_tiles(RowGroup<D>& rows, float* tile, float* query_
   }
 }
 
-//// body
+#else  // body
 __shared__ float tile[32 * (SLICE + 1)];
 __shared__ float query_tile[16 * SLICE];
 __shared__ float weights[16 * 32];
@@ -154,3 +155,4 @@ for (int r = 0; r < 4; ++r) {
   }
   if (lane == 0) part_lse[part] = none ? -infinity() : (rows.top[r] + log2f(rows.sum[r])) * kLn2;
 }
+#endif  // body

@@ -1,7 +1,8 @@
+#ifndef BODY
 // One softmax from its parts: part_out f32 [rows, splits, D], part_lse f32 [rows, splits].
 // Grid: (rows) blocks of D threads. Out: out f32 [rows, D], lse f32 [rows].
 
-//// body
+#else  // body
 const int lane = int(threadIdx.x % 32);
 const int row = int(blockIdx.x);
 const int d = int(threadIdx.x);
@@ -27,3 +28,4 @@ for (int base = 0; base < splits; base += 32) {
 }
 out[Row(row) * D + d] = sum == 0.0f ? 0.0f : acc / sum;
 if (d == 0) lse[row] = sum == 0.0f ? -infinity() : top + logf(sum);
+#endif  // body

@@ -28,29 +28,22 @@ __device__ inline unsigned pack(float& first, float& second) {
   return bits_of(low) | bits_of(high) << 16;
 }
 
-// c[16 x 8] += a[16 x 16] * b[16 x 8], spread over the warp as mma.m16n8k16 has it.
+// c[16 x 8] += a[16 x 16] * b[16 x 8], spread over the warp as mma.m16n8k16 has it; TYPE in its name.
+#ifdef __CUDACC__
+#define MULTIPLY(TYPE)                                                                     \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 "              \
+               "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"           \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                            \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+#else
+#define MULTIPLY(TYPE) emulated_mma(c, a, b0, b1, kind)
+#endif
 __device__ inline void multiply(float* c, const unsigned* a, unsigned b0, unsigned b1,
                                 const __nv_bfloat16* kind) {
-#ifdef __CUDACC__
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-  emulated_mma(c, a, b0, b1, kind);
-#endif
+  MULTIPLY("bf16");
 }
-
 __device__ inline void multiply(float* c, const unsigned* a, unsigned b0, unsigned b1,
                                 const __half* kind) {
-#ifdef __CUDACC__
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#else
-  emulated_mma(c, a, b0, b1, kind);
-#endif
+  MULTIPLY("f16");
 }
+#undef MULTIPLY

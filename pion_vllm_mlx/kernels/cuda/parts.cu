@@ -48,26 +48,22 @@ __device__ inline void merge_parts(const float* parts, float* weights, Own own, 
       for (int e = 0; e < 4; ++e) acc[e] += weight * four[e];
     }
     store4(out + Row(row) * D + d, acc, sum);
-    if (d == 0) lse[row] = sum == 0.0f ? -infinity() : (top + log2f(sum)) * kLn2;
+    if (d == 0) lse[row] = lse_of(top, sum);
   }
 }
 
 // Joins what the warps found, as one of `splits` parts; the last block of a tile merges the parts.
 template <int WARPS, int R, int D, int STRIDE, typename Own>
 __device__ inline void finish_part(float* acc, const float* tops, const float* sums, Own own,
-                                   int split, int splits, float* parts, const int* counter,
-                                   float* out, float* lse, int* told, int index) {
-  __syncthreads();
-  for (int i = index; i < R * (D / 4); i += WARPS * 32) {
-    const int r = i / (D / 4);
-    const int d = i % (D / 4) * 4;
-    const int row = own.row(r);
-    if (row < 0) continue;
-    const Joined all = join_warps<WARPS, R, STRIDE>(acc, tops, sums, r, d);
-    float* part = parts + (Row(row) * splits + split) * (D + 4);
+                                   int split, int splits, const float* parts,
+                                   const int* counter, float* out, float* lse, int* told,
+                                   int index) {
+  float* const all_parts = const_cast<float*>(parts);  // an output, or memory that is kept
+  join_rows<WARPS, R, D, STRIDE>(acc, tops, sums, own, index, [=](int row, int d, Joined all) {
+    float* part = all_parts + (Row(row) * splits + split) * (D + 4);
     store4(part + d, all.values, all.sum);
     if (d == 0) part[D] = all.sum == 0.0f ? -infinity() : all.top + log2f(all.sum);
-  }
+  });
   if (comes_last(counter, splits, told, index)) {
     merge_parts<WARPS * 32, R, D>(parts, acc, own, splits, out, lse, index);
   }

@@ -1,3 +1,4 @@
+#ifndef BODY
 // Attention of 64 query rows of one KV head to one part of the keys on tensor cores: four warps of
 // 16 rows share tiles of 32 keys. K and V are 16 bits wide. What is not exact in their type (wider
 // q, the weights) is a sum of two parts, multiplied one after the other, so that results are those
@@ -160,7 +161,7 @@ __device__ inline void visit_rows(Tensor<D>& rows, uint4* key_tile, uint4* value
   }
 }
 
-//// body
+#else  // body
 __shared__ uint4 key_tile[kKeys * (D / 8 + 1)];
 __shared__ uint4 value_tile[kKeys * (D / 8 + 1)];
 
@@ -222,3 +223,4 @@ for (int half = 0; half < 2; ++half) {
   }
   if (lane % 4 == 0) part_lse[part] = none ? -infinity() : (rows.top[half] + log2f(sum)) * kLn2;
 }
+#endif  // body

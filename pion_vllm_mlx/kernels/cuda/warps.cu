@@ -33,3 +33,22 @@ __device__ inline void store4(float* p, const float* values, float divisor) {
       float4{none ? 0.0f : values[0] / divisor, none ? 0.0f : values[1] / divisor,
              none ? 0.0f : values[2] / divisor, none ? 0.0f : values[3] / divisor};
 }
+
+// Joins what the warps found of the rows of a tile: store(row, d, joined) for every four of its
+// dimensions.
+template <int WARPS, int R, int D, int STRIDE, typename Own, typename Store>
+__device__ inline void join_rows(const float* acc, const float* tops, const float* sums, Own own,
+                                 int index, Store store) {
+  __syncthreads();
+  for (int i = index; i < R * (D / 4); i += WARPS * 32) {
+    const int r = i / (D / 4);
+    const int d = i % (D / 4) * 4;
+    const int row = own.row(r);
+    if (row >= 0) store(row, d, join_warps<WARPS, R, STRIDE>(acc, tops, sums, r, d));
+  }
+}
+
+// The lse of weights that add up to `sum`, by a greatest score in units of log 2.
+__device__ inline float lse_of(float top, float sum) {
+  return sum == 0.0f ? -infinity() : (top + log2f(sum)) * kLn2;
+}

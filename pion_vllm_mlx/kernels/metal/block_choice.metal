@@ -1,7 +1,8 @@
+#ifndef BODY
 // The ids of the blocks whose rank is below the number wanted, ascending.
 // Grid: (blocks / 4) threadgroups of four simdgroups, one block each. Out: chosen i32 [top].
 
-//// body
+#else  // body
 const int lane = int(thread_index_in_simdgroup);
 const int block = int(threadgroup_position_in_grid.x) * 4 + int(simdgroup_index_in_threadgroup);
 if (block < params[kNumBlocks] && ranks[block] < params[kTop]) {
@@ -12,3 +13,4 @@ if (block < params[kNumBlocks] && ranks[block] < params[kTop]) {
   before = simd_sum(before);
   if (lane == 0) chosen[before] = block;
 }
+#endif  // body

@@ -1,3 +1,4 @@
+#ifndef BODY
 // How many blocks come before each: those with a greater score, or an equal one and a lower id.
 // A score that is not a number comes last.
 // Grid: (blocks / 4) threadgroups of four simdgroups, one block each. Out: ranks i32 [blocks].
@@ -9,7 +10,7 @@ inline bool comes_before(float score, int id, float mine, int my_id) {
   return is_number == am_number ? id < my_id : is_number;
 }
 
-//// body
+#else  // body
 const int lane = int(thread_index_in_simdgroup);
 const int block = int(threadgroup_position_in_grid.x) * 4 + int(simdgroup_index_in_threadgroup);
 const int num = params[kNumBlocks];
@@ -22,3 +23,4 @@ if (block < num) {
   before = simd_sum(before);
   if (lane == 0) ranks[block] = before;
 }
+#endif  // body

@@ -1,3 +1,4 @@
+#ifndef BODY
 // Scores of blocks, averaged over the query heads; those by the mean scaled by 1 / sqrt(D).
 //
 // A score is linear in q for the mean, and in its positive and its negative values for Quest's
@@ -35,7 +36,7 @@ void add_row(thread Summed<QUADS>& summed, Queries row, int lane) {
   }
 }
 
-//// body
+#else  // body
 constexpr int QUADS = (D + 127) / 128;
 threadgroup float partial[kScored * kScored];
 
@@ -90,3 +91,4 @@ if (mine < kScored && first + mine < num_blocks) {
 #endif
   scores[first + mine] = sum;
 }
+#endif  // body

@@ -1,8 +1,9 @@
+#ifndef BODY
 // What a selector keeps of each full block of keys: the mean, or the largest and least values.
 // Grid: (blocks, H_kv) threadgroups of 32 threads. Out: high f32 [H_kv, blocks, D], and with QUEST
 // low of the same shape.
 
-//// body
+#else  // body
 const int lane = int(thread_index_in_simdgroup);
 const int block = int(threadgroup_position_in_grid.x);
 const int head = int(threadgroup_position_in_grid.y);
@@ -38,3 +39,4 @@ for (int d = lane * 4; d < D; d += 128) {
   *(device float4*)(low + at + ulong(d)) = lower;
 #endif
 }
+#endif  // body

@@ -1,3 +1,4 @@
+#ifndef BODY
 // Attention of a few query rows (single query, grouped heads, short suffixes) to one part of the
 // keys. LANES threads share a key, so a simdgroup holds 32 / LANES keys at once; all R rows of the
 // tile use a key while it is in registers.
@@ -138,7 +139,7 @@ void choose(Scores scores, int num, int top, Keys keys, Ids ids, Ids chosen, int
   threadgroup_barrier(mem_flags::mem_threadgroup);
 }
 
-//// body
+#else  // body
 constexpr int C = D / (4 * LANES);
 constexpr int SLOTS = 32 / LANES;
 threadgroup float group_acc[SIMDGROUPS * R * D];
@@ -269,3 +270,4 @@ for (int i = simd_id * 32 + lane; i < R * D; i += SIMDGROUPS * 32) {
     part_lse[part] = sum == 0.0f ? -INFINITY : (top + metal::log2(sum)) * kLn2;
   }
 }
+#endif  // body

@@ -1,3 +1,4 @@
+#ifndef BODY
 // Attention of 16 query rows of one KV head to one part of the keys: four simdgroups of four rows
 // share tiles of 32 keys in threadgroup memory, SLICE dimensions at a time.
 //
@@ -99,7 +100,7 @@ RowMap<Tiles> row_map(Tiles tiles, int first) {
   return RowMap<Tiles>{tiles, first};
 }
 
-//// body
+#else  // body
 threadgroup float tile[32 * (SLICE + 1)];
 threadgroup float query_tile[16 * SLICE];
 threadgroup float weights[16 * 32];
@@ -156,3 +157,4 @@ for (int r = 0; r < 4; ++r) {
     part_lse[part] = none ? -INFINITY : (rows.top[r] + metal::log2(rows.sum[r])) * kLn2;
   }
 }
+#endif  // body

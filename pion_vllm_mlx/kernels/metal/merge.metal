@@ -1,7 +1,8 @@
+#ifndef BODY
 // One softmax from its parts: part_out f32 [rows, splits, D], part_lse f32 [rows, splits].
 // Grid: (rows) threadgroups of D threads. Out: out f32 [rows, D], lse f32 [rows].
 
-//// body
+#else  // body
 const int lane = int(thread_index_in_simdgroup);
 const int row = int(threadgroup_position_in_grid.x);
 const int d = int(simdgroup_index_in_threadgroup) * 32 + lane;
@@ -25,3 +26,4 @@ for (int base = 0; base < splits; base += 32) {
 }
 out[ulong(row) * D + ulong(d)] = sum == 0.0f ? 0.0f : acc / sum;
 if (d == 0) lse[row] = sum == 0.0f ? -INFINITY : top + metal::log(sum);
+#endif  // body
