@@ -6,8 +6,8 @@ its own, which precede the functions of those that use it.
 
 mlx hashes the whole text of a program at every call, 40 KB of it in 9 us, so it gets as little of
 it as can be.  CUDA's compiler reads files: the text names them.  Metal's cannot: the text is that
-of the files without comments and indentation.  In both, the errors of the compiler name the file
-and its line.
+of the files without comments, indentation and what the kernel does not use (``device_text_used``).
+In both, the errors of the compiler name the file and its line.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from importlib import resources
 from pathlib import Path
 
 from pion_vllm_mlx.kernels.device_source import Dialect, Signature
+from pion_vllm_mlx.kernels.device_text_used import used
 
 _BEGIN = "#ifndef BODY\n"
 _BODY = "#else  // body\n"
@@ -50,13 +51,12 @@ def files_of(dialect: Dialect, signature: Signature) -> tuple[str, ...]:
 def header(dialect: Dialect, signature: Signature) -> str:
     """Everything before the function: macros, the shared functions, the kernel's own."""
     macros = "".join(f"\n#define {name} {value}" for name, value in signature.defines)
-    folder = include_folder(dialect)
-    for name in files_of(dialect, signature):
-        if folder is None:
-            macros += functions_of(dialect, name)
-        else:
-            macros += f'\n#include "{folder}/{name}.{dialect.suffix}"'
-    return f"{macros}\n"
+    folder, names = include_folder(dialect), files_of(dialect, signature)
+    if folder is not None:
+        files = "".join(f'\n#include "{folder}/{name}.{dialect.suffix}"' for name in names)
+        return f"{macros}{files}\n"
+    texts = used([functions_of(dialect, name) for name in names], macros + body(dialect, signature))
+    return f"{macros}{''.join(texts)}\n"
 
 
 def body(dialect: Dialect, signature: Signature) -> str:

@@ -21,6 +21,7 @@ from pion_vllm_mlx.kernels.device_text import (
     stripped,
     text_of,
 )
+from pion_vllm_mlx.kernels.device_text_used import pieces_of, used
 from tests.kernels import device_cases
 from tests.metal_emulation.emulation import (
     COMPILER,
@@ -142,6 +143,26 @@ def test_a_program_has_another_name_where_a_file_of_it_differs(
 def test_the_emulation_compiles_what_mlx_is_given() -> None:
     for signature in programs(METAL):
         assert product_texts(METAL, signature) == (header(METAL, signature), body(METAL, signature))
-    for signature in programs(CUDA):
-        without = (header(WITHOUT_FILES, signature), body(WITHOUT_FILES, signature))
-        assert product_texts(CUDA, signature) == without
+
+
+def test_a_text_holds_what_the_program_uses_and_no_more() -> None:
+    scores = next(one for one in programs(METAL) if one.kernel == "block_scores")
+    given = header(METAL, scores)
+    assert "struct Summed" in given and "enum Param" in given
+    for unused in ("Affine", "Paged", "EvenRows", "kMostChosen"):
+        assert unused in text_of(METAL, "rows") and unused not in given
+
+
+def test_what_is_not_used_leaves_empty_lines() -> None:
+    texts = [
+        "#if A\nenum Names {\nkFirst,\n};\n#endif\n\nstruct Gone {\nint a;\n};\nusing Row = int;",
+        "template <int N>\ninline Row twice(int x) {\nif (x) {\nreturn N;\n}\nreturn x;\n}",
+        "constexpr int kGone = twice<1>(2);\nfloat twice(float x) { return kFirst; }",
+    ]
+    kept = used(texts, "out[0] = twice<3>(a);")
+    assert kept[0] == texts[0].replace("struct Gone {\nint a;\n};", "\n\n")
+    assert kept[1] == texts[1]
+    assert kept[2] == "\nfloat twice(float x) { return kFirst; }"
+    assert used(texts, "Names a;")[1:] == ["\n" * 6, "\n"]
+    for text in texts:
+        assert "\n".join(piece.text for piece in pieces_of(text)) == text

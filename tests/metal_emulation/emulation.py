@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from pion_vllm_mlx.kernels.device_source import (
     Runner,
     Signature,
 )
-from pion_vllm_mlx.kernels.device_text import body, body_of, functions_of, header
+from pion_vllm_mlx.kernels.device_text import body, header
 
 HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
@@ -159,14 +160,9 @@ def program(dialect: Dialect, signature: Signature, number: int, texts: tuple[st
 
 
 def product_texts(dialect: Dialect, signature: Signature) -> tuple[str, str]:
-    """Header and body as mlx gets them, files that they name stripped and put in their place."""
-
-    def put(match: re.Match[str]) -> str:
-        return (body_of if match[1] else functions_of)(dialect, match[2])
-
-    named = r'\n(#define BODY\n)?#include ".*/(\w+)\.cu"(?(1)\n#undef BODY)'
-    given = (header(dialect, signature), body(dialect, signature))
-    return re.sub(named, put, given[0]), re.sub(named, put, given[1])
+    """Header and body as mlx gets them; where they name files, as if there were none to name."""
+    dialect = replace(dialect, includes=False)
+    return header(dialect, signature), body(dialect, signature)
 
 
 class Library:
