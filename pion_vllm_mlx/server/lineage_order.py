@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
@@ -81,7 +82,18 @@ class LineageOrder(LeastRecentlyUsed):
         yield from (one for one in order if one.sid not in kept and group_of(one.sid) in anchors)
         yield from (one for one in order if one.sid in kept)
 
+    def used(self, session: Session) -> object:
+        """When it was accessed here, and the last use that its index tells."""
+        segment = _segment_of(session.sid) if session.sid.startswith(_ROWS) else None
+        return session.accessed, segment and self._last_use(segment)
+
     # -- inside ----------------------------------------------------------------
+
+    def _last_use(self, segment: _Segment) -> float:
+        score = self._scores(_LRU).get(segment.member)
+        if score is None:
+            score = self._scores(segment.loose).get(segment.namespace, -math.inf)
+        return score
 
     def _by_use(self, state: State) -> list[Session]:
         """All sessions, those of lineages by the last use that their index tells.
@@ -107,7 +119,10 @@ class LineageOrder(LeastRecentlyUsed):
                 score = loose[segment.loose].get(segment.namespace, -math.inf)
             mine.append((score, -segment.number, place))
         places = [place for _, _, place in mine]
-        sorted_sessions = [order[place] for _, _, place in sorted(mine)]
+        # one after the other: a sort of tuples holds all threads up five times as long
+        mine.sort(key=itemgetter(1))
+        mine.sort(key=itemgetter(0))
+        sorted_sessions = [order[place] for _, _, place in mine]
         for place, session in zip(places, sorted_sessions, strict=True):
             order[place] = session
         return order
@@ -116,7 +131,7 @@ class LineageOrder(LeastRecentlyUsed):
         """The namespaces of the anchors that were used last, and of what they stand on."""
         most_bytes = self.pins.bytes * 2 // 3
         sizes = self._fields(b"pps:sizes")
-        scores = self._scores(b"pps:anchors")
+        scores = dict(self._scores(b"pps:anchors"))  # a copy: keys may change on another thread
         chosen: set[bytes] = set()
         for member in _in_turn(scores)[:MOST_ANCHORS]:
             chain = chosen | {member, *self._above(member)}

@@ -22,6 +22,7 @@ from pion_vllm_mlx.server.memory.state_slots import MAX_SLOTS
 from pion_vllm_mlx.server.store.eviction import (
     EVICTED,
     EvictionPolicy,
+    OwnersOrder,
     PinLimits,
     Shortage,
     drop_namespace,
@@ -42,11 +43,19 @@ from pion_vllm_mlx.server.tenants import Tenant, owner_of
 
 @dataclass
 class Ledger:
-    """Bytes by name, and their sum by owner."""
+    """Bytes by name, their sum by owner, and how many names are an owner's."""
 
     tenants: Collection[bytes]
     bytes_of: dict[bytes, int] = field(default_factory=dict)
     totals: Counter[bytes] = field(default_factory=Counter)
+    counts: Counter[bytes] = field(default_factory=Counter)
+    _there: set[bytes] = field(default_factory=set)
+
+    def count(self, name: bytes, there: bool) -> None:
+        """A name is one of its owner's, whatever it holds, or is not any more."""
+        if there != (name in self._there):
+            (self._there.add if there else self._there.discard)(name)
+            self.counts[owner_of(name, self.tenants)] += 1 if there else -1
 
     def put(self, name: bytes, nbytes: int) -> None:
         """A name counts so many bytes from now on; 0: it is gone."""
@@ -79,29 +88,51 @@ class FairShare(EvictionPolicy):
     def limit_pins(self, pins: PinLimits) -> None:
         self._inner.limit_pins(pins)
 
+    def used(self, session: Session) -> object:
+        return self._inner.used(session)
+
     def victims(
         self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
     ) -> Iterator[Session]:
         queues: dict[bytes, deque[Session]] = {}
-        tenants, sizes = self._sessions.tenants, self._sessions.bytes_of
-
-        def weight(sid: bytes) -> int:
-            return 1 if shortage is Shortage.SESSIONS else sizes.get(sid, 0)
-
         held: Counter[bytes] = Counter()
-        for sid in arriving:
-            held[owner_of(sid, tenants)] += weight(sid)
         for session in self._inner.victims(state, shortage, arriving):
-            owner = owner_of(session.sid, tenants)
+            owner = owner_of(session.sid, self._sessions.tenants)
             queues.setdefault(owner, deque()).append(session)
-            held[owner] += weight(session.sid)
+            held[owner] += self._weight(session.sid, shortage)
+        found = {owner: iter(queue) for owner, queue in queues.items()}
+        return self._in_turn(found, held, shortage, arriving)
+
+    def pick(
+        self, of: OwnersOrder, shortage: Shortage, arriving: Sequence[bytes]
+    ) -> Iterator[Session]:
+        ledger = self._sessions
+        held = ledger.counts if shortage is Shortage.SESSIONS else ledger.totals
+        found = {owner: of(owner) for owner, count in ledger.counts.items() if count}
+        return self._in_turn(found, Counter(held), shortage, arriving)
+
+    def _in_turn(
+        self,
+        queues: dict[bytes, Iterator[Session]],
+        held: Counter[bytes],
+        shortage: Shortage,
+        arriving: Sequence[bytes],
+    ) -> Iterator[Session]:
+        """Always the next one of whoever has the most that is left to leave."""
+        tenants = self._sessions.tenants
+        for sid in arriving:
+            held[owner_of(sid, tenants)] += self._weight(sid, shortage)
         while queues:
             owner = max(queues, key=lambda one: held[one])
-            session = queues[owner].popleft()
-            held[owner] -= weight(session.sid)
-            if not queues[owner]:
+            session = next(queues[owner], None)
+            if session is None:
                 del queues[owner]
+                continue
+            held[owner] -= self._weight(session.sid, shortage)
             yield session
+
+    def _weight(self, sid: bytes, shortage: Shortage) -> int:
+        return 1 if shortage is Shortage.SESSIONS else self._sessions.bytes_of.get(sid, 0)
 
 
 class Shares:
@@ -135,6 +166,7 @@ class Shares:
     def _count_session(self, sid: bytes) -> None:
         session = self._store.state.sessions.get(sid)
         self.sessions.put(sid, 0 if session is None else session_bytes(session))
+        self.sessions.count(sid, session is not None)
 
     def _count_states(self, sid: bytes) -> None:
         blobs = self._store.state.states.get(sid, {})
@@ -238,12 +270,14 @@ class Shares:
 
     def _leaving_first(self, tenant: bytes) -> Iterator[bytes]:
         """Namespaces of a tenant, least recently used first, then states without one."""
-        mine = tenant + b":"
-        state = self._store.state
-        order = (s.sid for s in self._store.space.policy.victims(state, Shortage.BYTES))
-        groups = (group_of(sid) for sid in order if sid.startswith(mine))
-        alone = (sid for sid in state.states if sid.startswith(mine))
-        return iter(list(dict.fromkeys(chain(groups, alone))))
+        mine, seen = tenant + b":", set[bytes]()
+        order = self._store.space.in_order_of(tenant)
+        groups = (group_of(session.sid) for session in order)
+        alone = (sid for sid in self._store.state.states if sid.startswith(mine))
+        for group in chain(groups, alone):
+            if group not in seen:
+                seen.add(group)
+                yield group
 
     def _freed(self, effects: Sequence[Record]) -> int:
         sessions = (sid for effect in effects for sid in changed_sids(effect))

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from pion_vllm_mlx.errors import CommandError
-from pion_vllm_mlx.server.store import saving
+from pion_vllm_mlx.server.store import freezing, saving, snapshot
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
+from pion_vllm_mlx.server.store.records import Seal
 from pion_vllm_mlx.server.store.state import State
 from tests.recovery.broken import SSM_WAL, VSTORE_WAL, boundaries, content_of
 from tests.recovery.driving import Content, Driver, Options, Word
@@ -134,28 +135,128 @@ def test_an_older_snapshot_never_replaces_a_newer_one(folder: Path) -> None:
     with Driver(folder) as driver:
         small_logs(driver)
         store_all(driver, "a")
-        real, others, copied = driver.store.run, [], []
-
-        async def run(work: Callable[[], Any]) -> Any:
-            if copied and not others:
-                # the index is copied: a store, and a SAVE that would overtake if it could
-                await driver._ask(rows("a_pk", 0, 3, 4))
-                others.append(asyncio.ensure_future(driver._ask(("KV.PREFIX.SAVE",))))
-                await asyncio.wait(others, timeout=0.5)
-            result = await real(work)
-            if isinstance(result, State):
-                copied.append(result)
-            return result
 
         async def both() -> None:
-            await driver.store.save_in_steps()
-            await asyncio.gather(*others)
+            with Held(driver) as held:
+                saving_it = asyncio.ensure_future(driver.store.save_in_steps())
+                while not held.reached.is_set():
+                    await asyncio.sleep(0.001)
+                # the index is copied: a store, and a SAVE that would overtake if it could
+                await driver._ask(rows("a_pk", 0, 3, 4))
+                other = asyncio.ensure_future(driver._ask(("KV.PREFIX.SAVE",)))
+                done, _ = await asyncio.wait([other], timeout=0.5)
+                assert not done
+            await asyncio.gather(saving_it, other)
 
-        with mock.patch.object(driver.store, "run", run):
-            driver.loop.run_until_complete(both())
+        driver.loop.run_until_complete(both())
         expected = driver.content()
-        assert others and logs(folder) == 0
+        assert logs(folder) == 0
     assert content_of(folder) == expected
+
+
+@pytest.mark.parametrize("words", [(), ("copy",)])
+def test_writes_are_acknowledged_while_a_save_seals(
+    folder: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two batches of prefixes; also where a copy is asked for, which is written later."""
+    with Driver(folder, Options(max_sessions=1000)) as driver:
+        for number in range(3 * saving.SEAL_BATCH):
+            driver.ask(*register(f"n{number}"))
+            driver.ask(*rows(f"n{number}_pk", 0, 0, 1))
+        batches: list[int] = []
+        real = driver.store.seal_locked
+
+        async def sealed(groups: list[bytes], *most: int) -> int:
+            batches.append(len(groups))
+            return await real(groups, *most)
+
+        monkeypatch.setattr(driver.store, "seal_locked", sealed)
+
+        async def both() -> None:
+            save_it = asyncio.ensure_future(driver._ask(("KV.PREFIX.SAVE", *words)))
+            while not batches:
+                await asyncio.sleep(0)
+            await driver._ask(rows("n0_pk", 0, 1, 3))
+            assert len(batches) < 3 and not save_it.done()
+            await save_it
+
+        driver.loop.run_until_complete(both())
+        expected = driver.content()
+    assert content_of(folder) == expected
+
+
+def test_writes_are_acknowledged_while_the_snapshot_of_an_explicit_save_is_written(
+    folder: Path,
+) -> None:
+    with Driver(folder) as driver:
+        store_all(driver, "a")
+
+        async def both() -> None:
+            with Held(driver) as held:
+                save_it = asyncio.ensure_future(driver._ask(("KV.PREFIX.SAVE",)))
+                while not held.reached.is_set():
+                    await asyncio.sleep(0.001)
+                await driver._ask(rows("a_pk", 0, 3, 4))
+                await driver._ask(state("a", 2, 60))
+                assert not save_it.done()
+            await save_it
+
+        driver.loop.run_until_complete(both())
+        # what came meanwhile is what the logs hold
+        assert driver.store.vstore_wal.appended == driver.store.ssm_wal.appended == 1
+        expected = driver.content()
+        driver.ask("KV.PREFIX.SAVE")
+        assert logs(folder) == 0
+    assert content_of(folder) == expected
+
+
+def some_change(dice: random.Random) -> tuple[Word, ...]:
+    """A command of any kind to one of some prefixes."""
+    name = f"n{dice.randrange(12)}"
+    sid = name + dice.choice(["_pk", "_pv"])
+    return dice.choice(
+        [
+            *[rows(sid, dice.randrange(2), dice.randrange(40), dice.choice([1, 9, 600]))] * 4,
+            *[state(name, dice.randrange(2), 100, dice.randrange(99))] * 2,
+            ("KV.PREFIX.DROP", name),
+            ("V.TRUNCATE", sid, dice.randrange(9)),
+            ("KV.PREFIX.MAP", name),
+            ("KV.PREFIX.EXPIRE", name, 1000),
+            register(name),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_changes_while_the_state_is_copied_is_copied_as_it_was(
+    folder: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(freezing, "PART", 1)
+    dice = random.Random(seed)
+    with Driver(folder) as driver:
+        for number in range(12):
+            driver.ask(*register(f"n{number}"))
+            driver.ask(*rows(f"n{number}_pk", 0, 0, dice.choice([5, 600])))
+            driver.ask(*state(f"n{number}", 0, 100, number))
+        for _ in range(40):
+            with suppress(CommandError):
+                driver.ask(*some_change(dice))
+
+        def described(state: State) -> list[str]:
+            found = [one for one in snapshot.vstore_records(state) if not isinstance(one, Seal)]
+            return sorted(map(repr, [*found, *snapshot.ssm_records(state)]))
+
+        async def both() -> tuple[list[str], list[str], list[str]]:
+            then = described(driver.store.state)
+            copying = asyncio.ensure_future(freezing.Freezing(driver.store.state).copied())
+            for _ in range(30):
+                with suppress(CommandError):
+                    await driver._ask(some_change(dice))
+            return then, described(await copying), described(driver.store.state)
+
+        then, copied, now = driver.loop.run_until_complete(both())
+        assert copied == then != now
+        assert driver.store.state.before_change is None
 
 
 def _interrupted(driver: Driver, fail_at: int, forever: bool) -> tuple[Content, list[str]]:

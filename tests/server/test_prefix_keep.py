@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.eviction import LeastRecentlyUsed, PinLimits, Shortage
+from pion_vllm_mlx.server.store.index import Session
+from pion_vllm_mlx.server.store.records import Create, Drop
+from pion_vllm_mlx.server.store.state import State
 from tests.recovery.driving import Driver, Options, refused
 from tests.recovery.material import register, rows, state
 from tests.server.wire import Wire, refuse
@@ -40,22 +45,99 @@ def test_the_least_recently_used_pinned_prefix_outlives_all_others(tmp_path: Pat
         assert held(driver) == {"n7", "n8", "n9", "n10"}
 
 
-def test_where_there_are_many_sessions_one_look_makes_room_for_several_stores(
+def test_where_there_are_many_sessions_one_look_serves_all_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{SPACE}._MANY_SESSIONS", 16)
-    monkeypatch.setattr(f"{SPACE}._AHEAD_SHARE", 4)
-    with Driver(tmp_path, Options(max_sessions=32)) as driver:
+    """And what is used meanwhile, pinned or dropped has lost the place it had."""
+    monkeypatch.setattr(f"{SPACE}.MANY", 16)
+    monkeypatch.setattr(f"{SPACE}._NEARLY_FULL", 2)
+    with Driver(tmp_path, Options(max_sessions=64)) as driver:
         driver.ask(*register("kept"))
         driver.ask("KV.PREFIX.PIN", "kept")
-        looks = mock.Mock(wraps=driver.store.space.policy.victims)
-        with mock.patch.object(driver.store.space.policy, "victims", looks):
-            for number in range(35):
-                driver.ask(*register(f"n{number}"))
-                assert len(driver.store.state.sessions) <= 32
-        # 20 prefixes leave, five at a time, the oldest first
-        assert looks.call_count == 4
-        assert held(driver) == {"kept", *(f"n{number}" for number in range(20, 35))}
+        policy, looked_at = driver.store.space.policy, []
+        real = policy.victims
+
+        def victims(state: State, *rest: Any) -> Iterator[Session]:
+            for session in real(state, *rest):
+                looked_at.append(session.sid)
+                yield session
+
+        monkeypatch.setattr(policy, "victims", victims)
+        for number in range(31):
+            driver.ask(*register(f"n{number}"))
+        driver.ask(*register("n31"))
+        assert held(driver) == {"kept", *(f"n{number}" for number in range(1, 32))}
+        driver.ask("KV.PREFIX.LOOKUP", "n2")
+        driver.ask("KV.PREFIX.PIN", "n3")
+        driver.ask("KV.PREFIX.DROP", "n4")
+        for number in range(32, 42):
+            driver.ask(*register(f"n{number}"))
+            assert len(driver.store.state.sessions) <= 64
+        # n1, then those behind n4 whose place was free, in their order
+        gone = {"n0", "n1", *(f"n{number}" for number in range(4, 13))} - {"n3"}
+        assert held(driver) == {"kept", *(f"n{number}" for number in range(42))} - gone
+        assert len(looked_at) <= 64
+
+
+def test_a_look_that_is_used_up_is_followed_by_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{SPACE}.MANY", 16)
+    with Driver(tmp_path, Options(max_sessions=32)) as driver:
+        looks = mock.Mock(wraps=driver.store.space.look)
+        monkeypatch.setattr(driver.store.space, "look", looks)
+        for number in range(80):
+            driver.ask(*register(f"n{number}"))
+            assert held(driver) == {f"n{one}" for one in range(max(0, number - 15), number + 1)}
+        assert 4 <= looks.call_count <= 8
+
+
+@pytest.mark.parametrize("shortage", Shortage)
+def test_an_order_out_of_one_look_is_the_policy_s_own_also_among_tenants(
+    tmp_path: Path, shortage: Shortage
+) -> None:
+    with Driver(tmp_path, Options(quota=1 << 30)) as driver:
+        for number in range(9):
+            driver.ask(*register(f"n{number}"))
+            driver.ask(*rows(f"n{number}_pk", 0, 0, 5))
+        store, space = driver.store, driver.store.space
+        admins = [Create(b"a%d_pk" % number, 64, "fp16", "fp16", 1, {}) for number in range(7)]
+        driver.loop.run_until_complete(store.commit(lambda: admins))
+        space.look()
+        driver.loop.run_until_complete(store.commit(lambda: [Drop((b"t:n3_pk",), "", 0)]))
+        assert space.standing is not None
+        for arriving in ([], [b"b%d_pk" % number for number in range(9)]):
+            order = list(space.policy.victims(store.state, shortage, arriving))
+            assert len(order) == 24
+            assert list(space.standing.next(shortage, arriving)) == order
+
+
+def test_bytes_of_many_sessions_become_free_in_order_without_a_look_at_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States without a namespace leave in their turn."""
+    monkeypatch.setattr(f"{SPACE}.MANY", 4)
+    with Driver(tmp_path) as driver:
+        driver.ask(*register("kept"))
+        driver.ask(*rows("kept_pk", 0, 0, 600))
+        driver.ask("KV.PREFIX.PIN", "kept")
+        for number in range(8):
+            driver.ask(*register(f"n{number}"))
+            driver.ask(*rows(f"n{number}_pk", 0, 0, 600))
+        driver.ask(*state("stray", 0, 100))
+        driver.ask("KV.PREFIX.LOOKUP", "n0")
+        store, space = driver.store, driver.store.space
+        left: list[str] = []
+        space.look()
+        monkeypatch.setattr(space.policy, "victims", mock.Mock(side_effect=AssertionError))
+        driver.ask("KV.PREFIX.LOOKUP", "n2")
+        for _ in range(6):
+            before = held(driver)
+            driver.loop.run_until_complete(store.commit(lambda: space.evict_for_bytes(1)))
+            left += sorted(before - held(driver))
+        assert left == ["n1", "n3", "n4", "n5", "n6", "n7"] and b"stray" in store.state.states
+        driver.loop.run_until_complete(store.commit(lambda: space.evict_for_bytes(1)))
+        assert b"stray" not in store.state.states and "n0" in held(driver)
 
 
 def test_a_new_session_pays_for_a_bounded_part_of_those_that_are_too_many(tmp_path: Path) -> None:

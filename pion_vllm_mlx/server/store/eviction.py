@@ -9,7 +9,13 @@ from enum import Enum, auto
 from itertools import islice
 from typing import TypeAlias
 
-from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, Session, group_of
+from pion_vllm_mlx.server.store.index import (
+    KEY_SUFFIX,
+    VALUE_SUFFIX,
+    Session,
+    group_of,
+    namespaces_of,
+)
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
 from pion_vllm_mlx.server.store.state import State
 
@@ -22,6 +28,9 @@ class Shortage(Enum):
 
     SESSIONS = auto()
     BYTES = auto()
+
+
+OwnersOrder: TypeAlias = Callable[[bytes], Iterator[Session]]
 
 
 class EvictionPolicy(ABC):
@@ -39,6 +48,16 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def limit_pins(self, pins: PinLimits) -> None:
         """Pins protect so much from now on."""
+
+    @abstractmethod
+    def used(self, session: Session) -> object:
+        """What is another when the session was used since: it does not leave in its old turn."""
+
+    def pick(
+        self, of: OwnersOrder, shortage: Shortage, arriving: Sequence[bytes]
+    ) -> Iterator[Session]:
+        """As ``victims``, out of the sessions that ``of`` has of an owner, in their order."""
+        return of(b"")
 
 
 OwnerOf: TypeAlias = Callable[[bytes], bytes]
@@ -108,6 +127,9 @@ class LeastRecentlyUsed(EvictionPolicy):
     def limit_pins(self, pins: PinLimits) -> None:
         self.pins = pins
 
+    def used(self, session: Session) -> object:
+        return session.accessed
+
     def victims(
         self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
     ) -> Iterator[Session]:
@@ -119,28 +141,35 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 def state_sids(state: State, namespace: bytes) -> tuple[bytes, ...]:
     """The sids of a namespace's recurrent states: its own and its checkpoints' ``ns@*``."""
-    prefix = namespace + b"@"
-    return tuple(sid for sid in state.states if sid == namespace or sid.startswith(prefix))
+    return tuple(state.states_under.get(namespace, ()))
 
 
-def oldest_stray(state: State) -> tuple[bytes, int] | None:
-    """The sid of states of no namespace that is there, and when they were accessed; the oldest.
+def is_stray(state: State, sid: bytes) -> bool:
+    """Whether there is no namespace that the states of a sid go along with."""
+
+    def there(namespace: bytes) -> bool:
+        sids = (namespace, namespace + KEY_SUFFIX, namespace + VALUE_SUFFIX)
+        return any(group_of(one) == namespace and one in state.sessions for one in sids)
+
+    return not any(map(there, namespaces_of(sid)))
+
+
+def strays(state: State) -> list[tuple[bytes, int]]:
+    """The sids of states of no namespace that is there, and when each was accessed; oldest first.
 
     States may be stored without a namespace, and then no prefix takes them along.
     """
-    there = {group_of(sid) for sid in state.sessions}
-    stray = {
-        sid: max(blob.accessed for blob in layers.values())
+    found = [
+        (sid, max(blob.accessed for blob in layers.values()))
         for sid, layers in state.states.items()
-        if there.isdisjoint(namespaces_of(sid))
-    }
-    return min(stray.items(), key=lambda one: one[1], default=None)
+        if is_stray(state, sid)
+    ]
+    return sorted(found, key=lambda one: one[1])
 
 
-def namespaces_of(sid: bytes) -> list[bytes]:
-    """The namespaces whose states may have this sid: of ``a@1@2`` ``a``, ``a@1``, ``a@1@2``."""
-    parts = sid.split(b"@")
-    return [b"@".join(parts[: count + 1]) for count in range(len(parts))]
+def oldest_stray(state: State) -> tuple[bytes, int] | None:
+    """The first of the strays."""
+    return next(iter(strays(state)), None)
 
 
 def drop_namespace(state: State, namespace: bytes, reason: str, at: int) -> list[Record]:

@@ -27,6 +27,12 @@ def group_of(sid: bytes) -> bytes:
     return sid
 
 
+def namespaces_of(sid: bytes) -> list[bytes]:
+    """The namespaces whose states may have this sid: of ``a@1@2`` ``a``, ``a@1``, ``a@1@2``."""
+    parts = sid.split(b"@")
+    return [b"@".join(parts[: count + 1]) for count in range(len(parts))]
+
+
 class InSegment(NamedTuple):
     """A run's or state's first byte in a segment."""
 

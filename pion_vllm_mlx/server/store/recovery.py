@@ -9,7 +9,6 @@ names are set aside, too.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import time
@@ -28,6 +27,7 @@ from pion_vllm_mlx.server.store.files import (
     set_aside_until_replaced,
 )
 from pion_vllm_mlx.server.store.findings import Finding, Kept, Kind, cut_off
+from pion_vllm_mlx.server.store.freezing import not_collecting
 from pion_vllm_mlx.server.store.index import InSegment, Place
 from pion_vllm_mlx.server.store.segment import SUFFIX
 from pion_vllm_mlx.server.store.segments import SegmentFolder
@@ -119,13 +119,8 @@ class Recovery:
     def run(self) -> Recovered:
         """Read everything. Raises DamagedData (not with salvage), NewerFormat, OSError."""
         # a large index is built of objects that all stay: collecting while it grows finds nothing
-        collecting = gc.isenabled()
-        gc.disable()
-        try:
+        with not_collecting():
             return self._recovered()
-        finally:
-            if collecting:
-                gc.enable()
 
     def _recovered(self) -> Recovered:
         for path in self.paths.all_files():

@@ -1,10 +1,11 @@
 """SAVE: everything sealed, both snapshots written, the logs shortened.
 
-*At once* (KV.PREFIX.SAVE) holds the write lock to the end: the logs are empty afterwards.
-*In steps* (the server's own saves) holds it only for one batch of seals, for a copy of the
-index and for the last bytes of the log: stores go on meanwhile, and what they log after
-the copy stays in the logs. One save runs at a time: an older snapshot never replaces a
-newer one.
+*In steps* (KV.PREFIX.SAVE and the server's own saves) the write lock is held only for one batch
+of seals, for the moment that the snapshots keep and for the last bytes of the log: stores go on
+meanwhile, and what they log after that moment stays in the logs. Who stores nothing meanwhile
+finds them empty. *At once* (KV.PREFIX.SAVE with a path) seals in steps, too, but holds the lock
+while the copy and the snapshots are written. One save runs at a time: an older snapshot never
+replaces a newer one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store import framing, snapshot
 from pion_vllm_mlx.server.store.files import not_rewritten, publish, refusals
+from pion_vllm_mlx.server.store.freezing import Freezing, not_collecting
 from pion_vllm_mlx.server.store.index import Place
 from pion_vllm_mlx.server.store.sealing import seal_bytes
 from pion_vllm_mlx.server.store.state import SavedState, State
@@ -100,23 +102,30 @@ class Saver:
 
     # -- at once ---------------------------------------------------------------
 
-    async def at_once(self, path: Path | None) -> None:
-        """Save, and write a portable copy to ``path``; writes wait. Raises CommandError."""
+    async def at_once(self, path: Path) -> None:
+        """Save, and write a portable copy to ``path``; writes wait for it. Raises CommandError."""
         store = self._store
-        async with self.one_at_a_time, store.write_lock:
-            waiting = iter(sorted(self._groups()))
-            while batch := list(islice(waiting, SEAL_BATCH)):
-                await self._make_room(batch, sys.maxsize)
-                await store.seal_locked(batch)
-            owed = store.space.owed
+        async with self.one_at_a_time:
             try:
-                saved = await store.run(lambda: self._write_snapshots(path))
-                store.state.move_inline_states(saved)
-                await store.run(self._empty_logs)
-                store.space.saved(owed)
+                await self._seal_in_steps()
+                async with store.write_lock:
+                    await self._write_copy(path)
             except OSError as error:
                 refusals.tell("KV.PREFIX.SAVE", error)
                 raise not_rewritten("KV.PREFIX.SAVE", error) from error
+
+    async def _write_copy(self, path: Path) -> None:
+        """Seal what came meanwhile, and write everything. Under the write lock; raises OSError."""
+        store = self._store
+        waiting = iter(sorted(self._groups()))
+        while batch := list(islice(waiting, SEAL_BATCH)):
+            await self._make_room(batch, sys.maxsize)
+            await store.seal_locked(batch)
+        owed = store.space.owed
+        saved = await store.run(lambda: self._write_snapshots(path))
+        store.state.move_inline_states(saved)
+        await store.run(self._empty_logs)
+        store.space.saved(owed)
 
     def _groups(self) -> set[bytes]:
         """Groups with something to seal."""
@@ -149,17 +158,27 @@ class Saver:
 
     # -- in steps --------------------------------------------------------------
 
-    async def in_steps(self) -> None:
-        """Save while stores go on. Raises CommandError; then the logs are as long as before."""
+    async def in_steps(self, whole: bool = False) -> None:
+        """Save while stores go on; ``whole``: also a log that is short.
+
+        Raises CommandError; then the logs are as long as before.
+        """
         async with self.one_at_a_time:
-            await self._seal_in_steps()
             try:
-                await self._write_in_steps()
+                await self._seal_in_steps()
+                await self._write_in_steps(whole)
             except OSError as error:
-                raise CommandError(f"saving failed: {error}") from error
+                if not whole:
+                    raise CommandError(f"saving failed: {error}") from error
+                refusals.tell("KV.PREFIX.SAVE", error)
+                raise not_rewritten("KV.PREFIX.SAVE", error) from error
 
     async def _seal_in_steps(self) -> None:
-        """Seal what is there now, a part at a time; what comes meanwhile is the next save's."""
+        """Seal what is there now, a part at a time; what comes meanwhile is the next save's.
+
+        Each part is flushed before the next one: whoever flushes a log flushes first what it
+        names, under the lock. Raises OSError.
+        """
         store = self._store
         waiting = sorted(self._groups())
         # what is being written to now is sealed next time: nobody waits for a slow upload
@@ -172,6 +191,7 @@ class Saver:
                 done = await store.seal_locked(batch, STEP_BYTES)
             # a group of which a part is left comes again
             waiting = waiting[done:]
+            await store.run(store.segments.flush)
 
     async def _make_room(self, groups: Sequence[bytes], most_bytes: int) -> None:
         """Short runs that are sealed are on disk twice until the log is shortened.
@@ -188,22 +208,32 @@ class Saver:
             with contextlib.suppress(CommandError):  # then the folder is larger for a while
                 await store.make_room_locked(nbytes)
 
-    async def _write_in_steps(self) -> None:
+    async def _write_in_steps(self, whole: bool) -> None:
         store = self._store
         async with store.write_lock:
             owed = store.space.owed
             logs = [
                 _Log(wal, path, wal.next_lsn - 1, wal.size)
                 for wal, path in self._pairs()
-                if owed or wal.size > store.config.wal_size // 4
+                if whole or owed or wal.size > store.config.wal_size // 4
             ]
-            frozen = await store.run(lambda: snapshot.frozen(store.state))
-        saved = await store.run(lambda: self._publish(frozen, logs))
+            freezing = Freezing(store.state)
+        with not_collecting():
+            frozen = await freezing.copied()
+            saved = await store.run(lambda: self._publish(frozen, logs))
         await store.run(store.segments.flush)  # so that little of it is left for the lock
-        tails = await store.run(lambda: [WalTail(log.wal, log.size) for log in logs])
-        async with store.write_lock:
-            store.state.move_inline_states(_unchanged(store.state, frozen, saved))
-            await store.run(lambda: self._shorten(logs, tails))
+        try:
+            tails = await store.run(
+                lambda: [WalTail(log.wal, log.size) if log.wal.enabled else None for log in logs]
+            )
+            async with store.write_lock:
+                store.state.move_inline_states(_unchanged(store.state, frozen, saved))
+                await store.run(lambda: self._shorten(logs, tails))
+        except OSError:
+            for log in logs:  # the other log's tail is of no use, either
+                with contextlib.suppress(OSError):
+                    log.wal.temporary.unlink(missing_ok=True)
+            raise
         store.space.saved(owed)
 
     def _publish(self, frozen: State, logs: Iterable[_Log]) -> list[SavedState]:
@@ -218,13 +248,16 @@ class Saver:
                 saved = snapshot.publish_states(log.snapshot_path, frozen, log.covered_lsn)
         return saved
 
-    def _shorten(self, logs: Iterable[_Log], tails: Iterable[WalTail]) -> None:
+    def _shorten(self, logs: Iterable[_Log], tails: Iterable[WalTail | None]) -> None:
         """Let each log begin behind what its snapshot covers. The write lock is held.
 
         Rows first: what the tail of a log names came after those that ``_publish`` flushed.
         """
         self._store.segments.flush()
         for log, tail in zip(logs, tails, strict=True):
+            if tail is None:  # of a log that is not kept an earlier start's goes
+                log.wal.truncate()
+                continue
             log.wal.replace(tail, log.wal.next_lsn - 1 - log.covered_lsn)
 
 

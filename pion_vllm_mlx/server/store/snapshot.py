@@ -25,7 +25,6 @@ import json
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from crc32c import crc32c
@@ -85,19 +84,6 @@ def _keeping(session: Session) -> Iterator[records.Record]:
         yield records.Pin((session.sid,), True)
     if session.deadline_ms:
         yield records.Expire((session.sid,), session.deadline_ms)
-
-
-def frozen(state: State) -> State:
-    """The state as it is now, for a snapshot that is written while the state changes.
-
-    Shares what never changes: runs and their places, lists of extents.
-    """
-    sessions = {
-        sid: replace(session, layers={n: replace(rows) for n, rows in session.layers.items()})
-        for sid, session in state.sessions.items()
-    }
-    states = {sid: dict(layers) for sid, layers in state.states.items()}
-    return State(state.segment_of, sessions, states)
 
 
 def vstore_records(state: State) -> Iterator[records.Record]:

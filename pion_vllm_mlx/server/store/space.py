@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -22,32 +22,29 @@ from pion_vllm_mlx.server.store.eviction import (
     Shortage,
     drop_namespace,
     drop_session,
-    namespaces_of,
     oldest_stray,
     protected,
 )
 from pion_vllm_mlx.server.store.files import refusals
 from pion_vllm_mlx.server.store.folder_use import FolderUse
+from pion_vllm_mlx.server.store.freeing import leaving_together, outside_of_segments
+from pion_vllm_mlx.server.store.freezing import not_collecting
 from pion_vllm_mlx.server.store.index import InSegment, Session, group_of
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
-from pion_vllm_mlx.server.store.sealing import group_segments, sessions_of
+from pion_vllm_mlx.server.store.sealing import sessions_of
 from pion_vllm_mlx.server.store.segment import Region, Segment
 from pion_vllm_mlx.server.store.segments import SegmentFolder
+from pion_vllm_mlx.server.store.standing import MANY, Standing
 from pion_vllm_mlx.server.store.state import State
-from pion_vllm_mlx.server.store.wal import Inline
 
 log = logging.getLogger(__name__)
 
 #: what a disk budget leaves free of the disk, where that is no more than half of the budget.
 RESERVED_FREE_BYTES = 5 << 30
-#: how many prefixes one look at all of them makes leave, at most.
-_LEAVING_AT_ONCE = 64
 #: how many sessions a new one makes leave, at most: a start with fewer allowed lets more go.
 _SESSIONS_AT_ONCE = 512
-#: with more sessions than these a look at all of them takes as long as many stores do.
-_MANY_SESSIONS = 4096
-#: then so much of a limit becomes free at once: what leaves early was next to leave.
-_AHEAD_SHARE = 256
+#: so many short of its limit a table is looked at before it is full.
+_NEARLY_FULL = 64
 #: how long small stores are granted out of what was measured.
 _GRANT_SECONDS = 0.05
 
@@ -68,7 +65,8 @@ class Space:
     be made again; False when there is none. ``wasted``: bytes of what counts beside prefixes
     that a save of it gives back. ``workers`` share the disk, and have a budget like this each.
     ``disk_allows`` says what the budget grows to, by what is free and by our own bytes, when it
-    is short: others may have given back what was theirs when it was set.
+    is short: others may have given back what was theirs when it was set. ``standing``: who leaves
+    next, where there are many sessions.
     """
 
     state: State
@@ -84,6 +82,8 @@ class Space:
     disk_allows: Callable[[int, int], int] | None = None
     evictions: int = 0
     owed: int = 0
+    standing: Standing | None = field(default=None, repr=False)
+    _asked: bool = field(default=False, repr=False)
     _granted: int = field(default=0, repr=False)
     _granted_until: float = field(default=0.0, repr=False)
 
@@ -151,20 +151,16 @@ class Space:
     def evict_for_bytes(self, excess: int) -> list[Record]:
         """Effects that make prefixes and sessions leave, with all that hold the same bytes.
 
-        Not more than have to, but where there are many sessions, and some at a time: who asks
-        looks again. So do states of no namespace, in their turn. Raises CommandError when even an
-        empty store would not do, and where all that is not pinned is still being stored.
+        Not more than have to, some at a time: who asks looks again. So do states of no namespace,
+        in their turn. Raises CommandError when even an empty store would not do, and where all
+        that is not pinned is still being stored.
         """
-        pinned = self._pinned()
         effects: list[Record] = []
-        stray = oldest_stray(self.state)
-        victims = self._victims(
-            lambda group: group not in pinned and not self._stored_to(group),
-            excess + self._ahead(self.disk_budget) if stray is None else 0,
-        )
-        if stray is None:
-            victims = victims or self._last_victims(pinned)
-        elif all(session.pinned or session.accessed > stray[1] for session in victims):
+        stray, victims = self._out_of_many(excess)
+        if stray is None and not victims:
+            stray = oldest_stray(self.state)
+            victims = self._byte_victims(at_last=stray is None)
+        if stray and all(session.pinned or session.accessed > stray[1] for session in victims):
             victims = []
             effects.append(DropStates((stray[0],), reason=EVICTED))
         in_files = self.disk_bytes() - self.segments.undeleted_bytes()
@@ -184,7 +180,7 @@ class Space:
         gone = [e for e in effects if isinstance(e, (Drop, DropStates)) and e.reason == EVICTED]
         sessions = {sid for one in gone if isinstance(one, Drop) for sid in one.sids}
         count = len(sessions & self.state.sessions.keys())
-        return Leaving(count or bool(gone), self._outside_of_segments(gone))
+        return Leaving(count or bool(gone), outside_of_segments(self.state, gone))
 
     def left(self, leaving: Leaving) -> None:
         """The effects were logged, and are applied."""
@@ -192,19 +188,6 @@ class Space:
             self.evictions += leaving.sessions
             self.owed += leaving.owed
             self.use.look_again()
-
-    def _outside_of_segments(self, effects: Iterable[Record]) -> int:
-        """Bytes in logs and snapshots that nothing needs any more after these drops."""
-        nbytes = 0
-        for effect in dict.fromkeys(effects):
-            if isinstance(effect, Drop):
-                sessions = (self.state.sessions.get(sid) for sid in effect.sids)
-                runs = (run for session in sessions if session for run in session.runs())
-                nbytes += sum(r.shape.file_bytes for r in runs if isinstance(r.place, Inline))
-            elif isinstance(effect, DropStates):
-                blobs = (b for sid in effect.sids for b in self.state.states.get(sid, {}).values())
-                nbytes += sum(blob.length for blob in blobs if isinstance(blob.place, Inline))
-        return nbytes
 
     def _pinned(self) -> set[bytes]:
         """The groups that pins protect."""
@@ -214,66 +197,40 @@ class Space:
     def _stored_to(self, group: bytes) -> bool:
         return any(segment.writers for segment in self.segments.of_group(group))
 
-    def _last_victims(self, pinned: set[bytes]) -> list[Session]:
-        """Who leaves where nothing idle is left: who is being stored to, then who is pinned.
+    def _out_of_many(self, excess: int) -> tuple[tuple[bytes, int] | None, list[Session]]:
+        """The oldest stray, and who leaves next, as the last look at many sessions has them."""
+        standing = self._standing()
+        if standing is None:
+            return None, []
+        stray = standing.oldest_stray()
+        victims = leaving_together(
+            self.state,
+            standing.next(Shortage.BYTES, ()),
+            lambda group: not standing.protects(group) and not self._stored_to(group),
+            excess if stray is None else 0,
+        )
+        return stray, victims
 
-        None that is pinned while another is being stored to, whose bytes nobody can free yet.
+    def _byte_victims(self, at_last: bool) -> list[Session]:
+        """Who leaves next where bytes are short.
+
+        ``at_last``: where nothing idle is left, who is being stored to, then who is pinned. None
+        that is pinned while another is being stored to, whose bytes nobody can free yet.
         """
-        victims = self._victims(lambda group: group not in pinned)
+        pinned = self._pinned()
+
+        def of(may_leave: Callable[[bytes], bool]) -> list[Session]:
+            order = self.policy.victims(self.state, Shortage.BYTES)
+            return leaving_together(self.state, order, may_leave)
+
+        victims = of(lambda group: group not in pinned and not self._stored_to(group))
+        if victims or not at_last:
+            return victims
+        victims = of(lambda group: group not in pinned)
         segments = self.segments.segments.values()
         if victims or any(one.writers and one.group not in pinned for one in segments):
             return victims
-        return self._victims(lambda group: not self._stored_to(group)) or self._victims()
-
-    def _victims(
-        self, may_leave: Callable[[bytes], bool] = lambda group: True, nbytes: int = 0
-    ) -> list[Session]:
-        """Sessions, one a group, whose leaving together frees bytes; oldest first.
-
-        The first that do, and the next ones as long as all of them free no more than
-        ``nbytes``. One whose rows all lie where prefixes live that leave later stays: it costs
-        nothing. It leaves together with the last of those that hold the same bytes. So stays one
-        that holds nothing yet, and one of a group that may not leave.
-        """
-        before: dict[bytes, Session] = {}
-        leaving: dict[bytes, Session] = {}
-        freed_bytes = 0
-        with_states = self._with_states()
-        for session in self.policy.victims(self.state, Shortage.BYTES):
-            group = group_of(session.sid)
-            if group in leaving or self._frees_nothing(session, group, with_states):
-                continue
-            if not may_leave(group):
-                continue
-            before.setdefault(group, session)
-            segments = group_segments(self.state, group)
-            freed = [users for s in segments if before.keys() >= (users := set(s.users()))]
-            if segments and not freed:
-                continue
-            fewest = min(freed, key=len, default={group})
-            leaving.update((one, first) for one, first in before.items() if one in fewest)
-            freed_bytes += sum(self._bytes_at_most(one) for one in fewest)
-            if freed_bytes >= nbytes or len(leaving) >= _LEAVING_AT_ONCE:
-                break
-        return list(leaving.values())
-
-    def _bytes_at_most(self, group: bytes) -> int:
-        """What leaves the disk with a group, now or at the next save; shared rows count whole."""
-        effects = drop_namespace(self.state, group, "", 0)
-        states = [
-            sid for effect in effects if isinstance(effect, DropStates) for sid in effect.sids
-        ]
-        segments = {s.name: s for sid in {group, *states} for s in group_segments(self.state, sid)}
-        in_segments = sum(segment.disk_bytes() for segment in segments.values())
-        return in_segments + self._outside_of_segments([*effects, Drop((group,), "", 0)])
-
-    def _with_states(self) -> set[bytes]:
-        """The namespaces that have states: of ``a@1@2`` each of ``a``, ``a@1``, ``a@1@2``."""
-        return {name for sid in self.state.states for name in namespaces_of(sid)}
-
-    def _frees_nothing(self, session: Session, group: bytes, with_states: set[bytes]) -> bool:
-        sides = self.state.sides(group) if group != session.sid else [session]
-        return not any(side.layers for side in sides) and group not in with_states
+        return of(lambda group: not self._stored_to(group)) or of(lambda group: True)
 
     def evict_for_sessions(
         self, arriving: Sequence[bytes], most: int = _SESSIONS_AT_ONCE
@@ -284,20 +241,51 @@ class Space:
 
         Whoever has the most of them: no pinned one leaves while another is there that is not.
         """
+        count = min(len(self.state.sessions) + len(arriving) - self.max_sessions, most)
+        victims: list[Session] = []
+        if count > 0 and (standing := self._standing()) is not None:
+            victims = list(standing.next(Shortage.SESSIONS, arriving, count))
+        if count > len(victims):
+            self._asked = True
+            kept = protected(self.pin_limits, reversed(self.state.by_access()))
+            order = self.policy.victims(self.state, Shortage.SESSIONS, arriving)
+            victims = sorted(order, key=lambda session: session.sid in kept)[:count]
         effects: list[Record] = []
-        excess = len(self.state.sessions) + len(arriving) - self.max_sessions
-        if excess <= 0:
-            return effects
-        kept = protected(self.pin_limits, reversed(self.state.by_access()))
-        excess += self._ahead(self.max_sessions)
-        victims = self.policy.victims(self.state, Shortage.SESSIONS, arriving)
-        for victim in sorted(victims, key=lambda session: session.sid in kept)[:excess][:most]:
+        for victim in victims:
             effects += drop_session(self.state, victim, EVICTED, int(time.time()))
         return effects
 
-    def _ahead(self, limit: int) -> int:
-        """How much more than has to leave does: nothing, unless there are many sessions."""
-        return limit // _AHEAD_SHARE if len(self.state.sessions) > _MANY_SESSIONS else 0
+    # -- who leaves next, of many ------------------------------------------------
+
+    def look_is_due(self, evicting: bool = False) -> bool:
+        """Whether whoever evicts needs another look at all there is; ``evicting``: at once."""
+        if len(self.state.sessions) + len(self.state.states) <= MANY:
+            return False
+        full = len(self.state.sessions) > self.max_sessions - _NEARLY_FULL
+        if self.standing is None:
+            return full or evicting or self._asked
+        return self.standing.old and self._asked
+
+    def look(self) -> None:
+        """Look at all sessions. Under the write lock; on any thread."""
+        self._asked = False
+        self.standing = None  # the former one makes room first
+        with not_collecting():
+            self.standing = Standing.look(self.state, self.policy, self.pin_limits)
+
+    def in_order_of(self, owner: bytes) -> Iterator[Session]:
+        """An owner's sessions in the order they should leave where bytes are short."""
+        standing = self._standing()
+        if standing is not None:
+            yield from standing.of(owner)
+        order = self.policy.victims(self.state, Shortage.BYTES)
+        yield from (session for session in order if self.pin_limits.owner(session.sid) == owner)
+
+    def _standing(self) -> Standing | None:
+        """The last look, where it is worth one."""
+        self._asked = True
+        many = len(self.state.sessions) + len(self.state.states) > MANY
+        return self.standing if many else None
 
     # -- regions ---------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from pion_vllm_mlx.server.store.index import (
     Session,
     StateBlob,
     group_of,
+    namespaces_of,
 )
 from pion_vllm_mlx.server.store.segment import Segment
 from pion_vllm_mlx.server.store.shapes import LayerSpec, RunShape
@@ -56,17 +57,20 @@ class SavedState(NamedTuple):
 class State:
     """Sessions by id, recurrent states by id and layer.
 
+    ``states_under`` has the ids of states by each namespace that they belong to.
     ``segment_of`` finds the segment a record names (raises OSError);
     ``unused`` collects segments in which nothing lives any more, for the store to unlink;
     ``timed`` has the ids of sessions with a deadline; ``untidy`` the groups in which
     something died, or whose runs are many, since they were last looked at; ``unshared``
     the sessions that got rows since these were last compared with others', unless
-    ``compares`` is False: then nobody would take them out.
+    ``compares`` is False: then nobody would take them out. ``before_change`` is told the id of
+    a session, or of states, just before its content changes; what goes does not change.
     """
 
     segment_of: Callable[[str, bytes], Segment]
     sessions: dict[bytes, Session] = field(default_factory=dict)
     states: dict[bytes, dict[int, StateBlob]] = field(default_factory=dict)
+    states_under: dict[bytes, dict[bytes, None]] = field(default_factory=dict)
     gone: dict[bytes, tuple[str, int]] = field(default_factory=dict)
     inline_runs: dict[int, InlineRun] = field(default_factory=dict)
     unused: list[Segment] = field(default_factory=list)
@@ -75,6 +79,7 @@ class State:
     unshared: dict[bytes, None] = field(default_factory=dict)
     compares: bool = True
     fresh: bool = True
+    before_change: Callable[[bytes], None] | None = field(default=None, repr=False)
     _clock: int = 0
     _free_slots: list[int] = field(default_factory=list)
 
@@ -102,6 +107,11 @@ class State:
                     self._drop_states(sid, record.layer)
             case _:
                 raise DamagedData(f"no effect for {type(record).__name__}")
+
+    def _changes(self, *sids: bytes) -> None:
+        if self.before_change is not None:
+            for sid in sids:
+                self.before_change(sid)
 
     def touch(self, session: Session) -> None:
         """Make a session the most recently accessed one."""
@@ -152,6 +162,7 @@ class State:
         self.touch(session)
 
     def _rows(self, record: records.Rows, logged: Logged) -> None:
+        self._changes(record.sid)
         session = self.sessions.get(record.sid)
         if session is None:
             raise DamagedData(f"rows of unknown session {record.sid!r}")
@@ -176,6 +187,7 @@ class State:
             self.touch(session)
 
     def _truncate(self, record: records.Truncate) -> None:
+        self._changes(record.sid)
         session = self.sessions.get(record.sid)
         if session is None:
             raise DamagedData(f"truncation of unknown session {record.sid!r}")
@@ -192,6 +204,7 @@ class State:
     def _keep(self, record: records.Blocks | records.Pin | records.Expire) -> None:
         """What is known about sessions beside their rows; one that went meanwhile stays away."""
         sids = (record.sid,) if isinstance(record, records.Blocks) else record.sids
+        self._changes(*sids)
         for session in [self.sessions[sid] for sid in sids if sid in self.sessions]:
             match record:
                 case records.Blocks():
@@ -257,6 +270,7 @@ class State:
             inline = self.inline_runs.pop(run_id, None)
             if inline is None:
                 continue
+            self._changes(inline.group + KEY_SUFFIX, inline.group + VALUE_SUFFIX, inline.group)
             # a segment that was made for them belongs to their group
             self.segment_of(record.segment, inline.group).settle(inline.group)
             shape = replace(inline.run.shape, padded=padded)
@@ -266,8 +280,12 @@ class State:
             layer.replace_runs(runs)
 
     def _store_state(self, record: records.StoreState, inline: Inline | None) -> None:
+        self._changes(record.sid)
         place = self._place(record.segment, record.offset, record.sid, inline)
         layers = self.states.setdefault(record.sid, {})
+        if not layers:
+            for namespace in namespaces_of(record.sid):
+                self.states_under.setdefault(namespace, {})[record.sid] = None
         old = layers.get(record.layer)
         blob = StateBlob(record.length, record.crc, place, self.fresh)
         layers[record.layer] = blob
@@ -279,11 +297,16 @@ class State:
             self.touch_states(record.sid)
 
     def _drop_states(self, sid: bytes, layer: int) -> None:
+        self._changes(sid)
         layers = self.states.get(sid, {})
         chosen: Iterable[int] = list(layers) if layer < 0 else [layer]
         for number in chosen:
             blob = layers.pop(number, None)
             if blob is not None:
                 self._leave(blob.place, sid)
-        if not layers:
-            self.states.pop(sid, None)
+        if not layers and self.states.pop(sid, None) is not None:
+            for namespace in namespaces_of(sid):
+                under = self.states_under[namespace]
+                del under[sid]
+                if not under:
+                    del self.states_under[namespace]

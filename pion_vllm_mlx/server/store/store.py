@@ -144,6 +144,8 @@ class Store:
 
         async def locked() -> None:
             async with self.write_lock:
+                if self.space.look_is_due():
+                    await self.run(self.space.look)
                 await self._log(list(build()), copied)
 
         await _going_on(locked())
@@ -275,6 +277,8 @@ class Store:
                 continue
             if not flushed:
                 raise CommandError("the disk refused to flush the log, or to delete what left")
+            if self.space.look_is_due(evicting=True):
+                await self.run(self.space.look)
             flushed = await self._log(self.space.evict_for_bytes(excess))
             await self.close_retired()
             # an upload may have broken off meanwhile, in what was emptied before
@@ -364,12 +368,14 @@ class Store:
                 job.give_up()
 
     async def save(self, path: Path | None = None) -> None:
-        """Seal, write both snapshots (and a portable copy at ``path``), truncate the logs.
+        """Seal, write both snapshots, shorten the logs to what is logged meanwhile.
 
-        Blocks only writes. Raises CommandError; then the previous snapshots and logs stand.
+        With a portable copy at ``path`` writes wait while it is written. Raises CommandError;
+        then the previous snapshots and logs stand.
         """
         await self.wait_for_writers(self.unsealed_segments())
-        await _going_on(self.saver.at_once(path))
+        saver = self.saver
+        await _going_on(saver.in_steps(whole=True) if path is None else saver.at_once(path))
 
     async def save_in_steps(self) -> None:
         """Save while stores go on; the logs keep what they log meanwhile. Raises CommandError."""

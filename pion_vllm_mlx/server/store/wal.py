@@ -70,6 +70,11 @@ class Wal:
         self._file = self._open() if enabled else None
         self.size = self._file.size() if self._file else 0
 
+    @property
+    def temporary(self) -> Path:
+        """Where a file is made that is to take the log's place."""
+        return self.path.with_name(self.path.name + TEMPORARY)
+
     def _open(self) -> FileHandle:
         fresh = not self.path.exists()
         file = FileHandle(self.path, os.O_RDWR | os.O_CREAT)
@@ -220,9 +225,8 @@ class WalTail:
         self._wal = wal
         self._next = begin
         self.size = 0
-        temporary = wal.path.with_name(wal.path.name + TEMPORARY)
         # opened before the rename: what is appended from then on must not go to a lost file
-        self.file = FileHandle(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        self.file = FileHandle(wal.temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         self.catch_up()
 
     def catch_up(self) -> None:
