@@ -1,8 +1,9 @@
 """Stores that never pause: how long the log gets, how long a PING and a store wait.
 
 One client stores turns of conversations, one command after the other, without a pause:
-short runs, which ride in the log. The log is small, so that the server has to save itself
-again and again while the client goes on. PINGs go from a process of their own.
+short runs, and states of 60 KB, which ride in the log. The log is small, so that the server
+has to save itself again and again while the client goes on. PINGs go from a process of their
+own.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .common import MB, Process, arguments, check, fresh_folder, percentile, pio
 from .latency_under_load import figures_of, ping_during
 
 CONVERSATIONS, LAYERS, TURN_TOKENS, WIDTH = 100, 16, 7, 256
+STATE_BYTES = 60_000
 SAMPLE_EVERY = 200
 
 
@@ -59,6 +61,7 @@ class Load:
 
     def _commands(self) -> Iterator[list[Part]]:
         blob = np.random.default_rng(1).bytes(TURN_TOKENS * WIDTH * 2)
+        state = np.random.default_rng(2).bytes(STATE_BYTES)
         for number in range(CONVERSATIONS):
             yield ["KV.PREFIX.REGISTER", f"c{number}", WIDTH, "fp16"]
         turn = 0
@@ -68,7 +71,7 @@ class Load:
                     for layer in range(LAYERS):
                         place = [sid, layer, turn * TURN_TOKENS, TURN_TOKENS]
                         yield ["V.STOREBATCH", *place, blob, "FMT", "F16"]
-                yield ["SSM.PREFIX.STORE", f"c{number}", 65535, blob[:400]]
+                yield ["SSM.PREFIX.STORE", f"c{number}", 65535, state]
             turn += 1
 
 

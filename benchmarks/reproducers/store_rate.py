@@ -4,10 +4,10 @@
    are acknowledged, against ``write(2)`` of the same sizes into new files in the same
    folder. Neither side waits for the disk; what was written goes away between two runs.
 2. Bytes that the server hands to the file system, and bytes its files occupy after sealing,
-   over bytes stored: for the same prefix, and for 20 turns of 64 tokens, once the server has
-   copied what it wants to in a quiet moment. Rows from 4 KiB on are written once; shorter
-   runs ride in the log and are written again when they are sealed. And stated: 80 turns, where
-   more than 64 short runs in a row have become one.
+   over bytes stored: for the same prefix, and for turns of 64 tokens, once the server has
+   copied what it wants to in a quiet moment. What it answered over its sockets counts as no
+   write. And stated: runs of 1 KiB, beside which records and headers are a quarter; 300 turns,
+   where more than 256 short runs in a row have become one.
 
 ``--disk-only`` leaves out 1.
 """
@@ -38,15 +38,17 @@ from .common import (
 )
 from .prefix import SIDES, Bytes, Shape, register, store
 
-TURNS, MANY_TURNS, TURN_TOKENS = 20, 80, 64
-#: heads and values a head whose many turns are stored, too: runs of 8 KiB
-MANY_TURNS_HEADS = (1, 64)
+TURNS, TURN_TOKENS = 20, 64
+#: so many turns are stored, too, with heads and values a head that make runs of 8 KiB
+MANY_TURNS, MANY_TURNS_HEADS = (80, 250, 300), (1, 64)
+#: more short runs in a row become one
+MERGED_TURNS = 256
 #: after so long without a copy the server has nothing more to copy: well above what it calls quiet
 TIDY_SECONDS = 5.0
-#: heads and values a head whose turns make runs of 64, 32, 8, 4 and 2 KiB
-TURN_HEADS = ((8, 64), (4, 64), (1, 64), (1, 32), (1, 16))
-#: shorter runs ride in the log
-DIRECT_BYTES = 4 << 10
+#: heads and values a head whose turns make runs of 64, 32, 8, 4, 2 and 1 KiB
+TURN_HEADS = ((8, 64), (4, 64), (1, 64), (1, 32), (1, 16), (1, 8))
+#: beside shorter runs records and headers are more than the bar allows
+LEAST_RUN_BYTES = 2 << 10
 
 
 def write_files(folder: Path, shape: Shape, layers: Sequence[Bytes]) -> float:
@@ -168,9 +170,10 @@ def conversation(folder: Path, shape: Shape, turns: int = TURNS) -> dict[str, An
                     for layer in range(shape.layers)
                 ]
             )
-        connection.command("KV.PREFIX.MAP", "turns")
+        answer: bytes = connection.command("KV.PREFIX.MAP", "turns")
+        before["wchar"] += len(answer)
         wait_until_tidied(connection)
-        bar = shape.layer_bytes >= DIRECT_BYTES and turns == TURNS
+        bar = shape.layer_bytes >= LEAST_RUN_BYTES and turns <= MERGED_TURNS
         return {"turns": turns, **disk_cost(pion, turns * shape.total_bytes, before, bar)}
 
 
@@ -191,7 +194,9 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     for tokens in options.tokens:
         shape = replace(Shape(), tokens=tokens)
         figures[f"disk N={tokens}"] = whole_prefix(folder / f"whole{tokens}", shape)
-    cases = [(TURNS, heads) for heads in TURN_HEADS] + [(MANY_TURNS, MANY_TURNS_HEADS)]
+    cases = [(TURNS, heads) for heads in TURN_HEADS] + [
+        (many, MANY_TURNS_HEADS) for many in MANY_TURNS
+    ]
     for count_of, (heads, dim) in cases:
         turns = replace(Shape(), tokens=TURN_TOKENS, heads=heads, dim=dim)
         key = f"disk {count_of} turns of 64, {turns.layer_bytes >> 10} KiB a run"

@@ -37,6 +37,8 @@ STREAM_BYTES = 1 << 20
 #: rows below this ride in the log where every store is flushed before its answer: one file is
 #: then, and not two.
 FLUSHED_INLINE_ROWS_BYTES = SPACED_BYTES
+#: so many are converted in no time, whatever the format.
+_FEW_VALUES = 4096
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,11 @@ def open_rows(context: Context, args: list[Arg], length: int) -> BulkTarget:
 
 @dataclass
 class StoredRows:
-    """A run that is in its place and waits for its record; nothing when ``shape`` is None."""
+    """A run that waits for its record; nothing when ``shape`` is None.
+
+    It is in its place, or in ``blob``: then its record brings it there, into the log or, when
+    there is a region, the segment.
+    """
 
     request: RowsRequest
     shape: RunShape | None = None
@@ -236,8 +242,7 @@ async def _convert(
         stored = await _with_room(store, request, spec)
     source = _source(blob)
     try:
-        if isinstance(blob, bytes) and stored.region is None:
-            # into memory; a disk may let its writers wait, and everybody with the event loop
+        if stored.blob is not None and _takes_no_time(request, spec, blob):
             _write(request, spec, source, stored.writer)
         else:
             await store.run(lambda: _write(request, spec, source, stored.writer))
@@ -254,20 +259,34 @@ async def _with_room(store: Store, request: RowsRequest, spec: LayerSpec) -> Sto
     shape = RunShape.spaced(spec, request.rows, request.head_major)
     group, parts = group_of(request.sid), len(spec.parts())
     if shape.data_bytes >= SPACED_BYTES:
-        region = await store.reserve(group, shape.file_bytes, parts)
-        return StoredRows(request, shape, RunWriter(shape, region), region)
+        long = await store.reserve(group, shape.file_bytes, parts)
+        return StoredRows(request, shape, RunWriter(shape, long), long)
     await store.make_room_in_log(shape.file_bytes)
-    if _rides_in_log(store, shape.data_bytes):
-        buffer = bytearray(shape.file_bytes)
-        return StoredRows(request, shape, RunWriter(shape, buffer), None, buffer)
-    region = store.space.reserve(group, shape.file_bytes, parts)
-    return StoredRows(request, shape, RunWriter(shape, region), region)
+    region: Region | None = None
+    if not _rides_in_log(store, request.sid, shape.data_bytes):
+        region = store.space.reserve(group, shape.file_bytes, parts)
+    # written with the record, in one trip to a thread: that costs more than so few bytes
+    buffer = bytearray(shape.file_bytes)
+    return StoredRows(request, shape, RunWriter(shape, buffer), region, buffer)
 
 
-def _rides_in_log(store: Store, nbytes: int) -> bool:
-    always = store.config.appendfsync == "always"
-    limit = FLUSHED_INLINE_ROWS_BYTES if always else INLINE_ROWS_BYTES
-    return store.config.wal and nbytes < limit
+def _rides_in_log(store: Store, sid: bytes, nbytes: int) -> bool:
+    if not store.config.wal:
+        return False
+    if store.config.appendfsync == "always":
+        return nbytes < FLUSHED_INLINE_ROWS_BYTES
+    session = store.state.sessions.get(sid)
+    layers = session.layers.values() if session is not None else ()
+    # as if its other runs were as long
+    return nbytes * (1 + sum(len(rows.extents) for rows in layers)) < INLINE_ROWS_BYTES
+
+
+def _takes_no_time(request: RowsRequest, spec: LayerSpec, blob: Arg) -> bool:
+    """Whether the event loop may put rows into memory: few, or a copy of what is there."""
+    if not isinstance(blob, (bytes, MemoryInbound)):
+        return False
+    few = request.rows * spec.width <= _FEW_VALUES
+    return few or _comes_as_stored(request.encoding, spec)
 
 
 Source = Callable[[int, int], memoryview]

@@ -47,10 +47,10 @@ class FileRange(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """``length`` bytes that are made window by window on the sending thread."""
+    """``length`` bytes that are made window by window on the sending thread, or lie in files."""
 
     length: int
-    windows: Callable[[], Iterator[memoryview | bytes]]
+    windows: Callable[[], Iterator[memoryview | bytes | FileRange]]
 
 
 Chunk: TypeAlias = bytes | FileRange | Computed
@@ -80,17 +80,6 @@ class Stream:
 def chunk_length(chunk: Chunk) -> int:
     """Bytes a chunk puts on the wire."""
     return len(chunk) if isinstance(chunk, bytes) else chunk.length
-
-
-def zeros(length: int) -> Chunk:
-    """``length`` zero bytes, never all of them in memory at once."""
-
-    def windows() -> Iterator[bytes]:
-        window = bytes(GATHER_BYTES)
-        for offset in range(0, length, GATHER_BYTES):
-            yield window[: length - offset]
-
-    return bytes(length) if length <= GATHER_BYTES else Computed(length, windows)
 
 
 def in_memory(pieces: Sequence[memoryview | bytes]) -> Computed:

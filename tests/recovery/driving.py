@@ -40,13 +40,11 @@ def plain(stream: Stream) -> bytes:
     """The bytes a stream would send."""
     out = bytearray()
     for chunk in stream.chunks:
-        if isinstance(chunk, FileRange):
-            out += pread_exactly(chunk.file.fd, chunk.length, chunk.offset)
-        elif isinstance(chunk, Computed):
-            for window in chunk.windows():
-                out += window
-        else:
-            out += chunk
+        for piece in chunk.windows() if isinstance(chunk, Computed) else (chunk,):
+            if isinstance(piece, FileRange):
+                out += pread_exactly(piece.file.fd, piece.length, piece.offset)
+            else:
+                out += piece
     return bytes(out)
 
 

@@ -12,10 +12,11 @@ from unittest import mock
 import pytest
 
 from pion_vllm_mlx.errors import CommandError
-from pion_vllm_mlx.server.store.compaction import MERGED_RUNS, Job
+from pion_vllm_mlx.server.store.compaction import Job
 from pion_vllm_mlx.server.store.index import InSegment
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
 from tests.recovery.broken import content_of
+from tests.recovery.conftest import MOST_RUNS as MOST
 from tests.recovery.driving import Content, Driver, Options, Word
 from tests.recovery.faults import failing
 from tests.recovery.material import agrees, noise, open_sealed, register, rows, state
@@ -161,16 +162,12 @@ def test_one_call_that_fails_costs_that_step_only(folder: Path) -> None:
     raise AssertionError("never got through")
 
 
-#: so many short runs stay as they are: those that came out of the log, and all others.
-MOST_LOGGED, MOST = MERGED_RUNS.values()
-
-
-@pytest.mark.parametrize(
-    ("turn_rows", "most", "turns"), [(1, MOST_LOGGED, 40), (2, MOST, 140), (16, MOST, 140)]
-)
+@pytest.mark.usefixtures("fewer_runs")
+@pytest.mark.parametrize("turn_rows", [1, 2, 16])
 def test_short_runs_of_a_growing_prefix_become_one_late_and_once_and_the_long_one_stays(
-    folder: Path, turn_rows: int, most: int, turns: int
+    folder: Path, turn_rows: int
 ) -> None:
+    turns = 2 * MOST + 12
     with Driver(folder) as driver:
         _begin(driver)
         long_run = driver.store.state.sessions[b"a_pk"].layers[0].extents[0].run
@@ -181,16 +178,15 @@ def test_short_runs_of_a_growing_prefix_become_one_late_and_once_and_the_long_on
             tidy(driver)
             layer = driver.store.state.sessions[b"a_pk"].layers[0]
             assert layer.extents[0].run is long_run
-            if turn < most:
+            if turn < MOST:
                 assert len(layer.extents) == 2 + turn
                 assert driver.store.counters.bytes_copied == 0
         # the runs that became others, the spare rows of these, and what is still short
-        merged = turns // (most + 1)
-        assert len(layer.extents) <= 1 + merged + most
-        if most == MOST:
-            spare = 127 * WIDE * 2 * merged
-            copied = driver.store.counters.bytes_copied
-            assert 0 < copied <= turns * turn_rows * WIDE * 2 + spare
+        merged = turns // (MOST + 1)
+        assert len(layer.extents) <= 1 + merged + MOST
+        spare = 127 * WIDE * 2 * merged
+        copied = driver.store.counters.bytes_copied
+        assert 0 < copied <= turns * turn_rows * WIDE * 2 + spare
         expected = driver.content()
         assert expected == content_before_tidying(folder, turns, turn_rows)
         assert agrees(driver, "a") == len(layer.extents)
@@ -217,6 +213,7 @@ def content_before_tidying(folder: Path, turns: int, turn_rows: int) -> Content:
         return driver.content()
 
 
+@pytest.mark.usefixtures("fewer_runs")
 @pytest.mark.parametrize("fmt", ["fp16", "int8", "mlx4g32", "fp32", "turbo4"])
 @pytest.mark.parametrize("layouts", ["NHD", "HND", "mixed"])
 def test_every_format_and_layout_comes_through_bit_equal(

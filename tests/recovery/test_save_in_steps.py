@@ -23,6 +23,9 @@ from tests.recovery.faults import failing
 from tests.recovery.material import agrees, open_sealed, register, rows, state, store_all
 from tests.recovery.model import Model
 
+#: short runs ride in the log, whatever their session has.
+RIDING = Options(appendfsync="always")
+
 
 def save(driver: Driver) -> None:
     driver.loop.run_until_complete(driver.store.save_in_steps())
@@ -314,7 +317,7 @@ def test_a_long_log_moves_in_steps_of_bounded_size(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving, "STEP_BYTES", 20_000)
-    with Driver(folder) as driver:
+    with Driver(folder, RIDING) as driver:
         for name in "abc":
             driver.ask(*register(name))
             for start in range(0, 400, 20):
@@ -355,7 +358,7 @@ def test_only_a_log_that_is_long_is_saved(folder: Path) -> None:
 
 
 def test_a_busy_store_is_saved_when_its_log_is_far_past_its_size(folder: Path) -> None:
-    with Driver(folder) as driver:
+    with Driver(folder, RIDING) as driver:
         small_logs(driver, 20_000)
         driver.ask(*register("a"))
         longest = 0
@@ -446,7 +449,7 @@ def test_a_save_of_many_short_prefixes_stays_within_the_budget_and_one_log(folde
 
 
 def test_a_quiet_store_is_saved_when_its_logs_are_past_their_size(folder: Path) -> None:
-    with Driver(folder) as driver:
+    with Driver(folder, RIDING) as driver:
         small_logs(driver, 3000)
         driver.ask(*register("a"))
         driver.ask(*rows("a_pk", 0, 0, 10))

@@ -368,7 +368,8 @@ def test_a_reply_under_way_is_not_written_over_by_runs_that_move(folder: Path) -
         driver.ask(*register("a"))
         driver.ask(*rows("a_pk", 0, 0, 700))
         driver.ask(*rows("a_pk", 1, 0, 700))
-    with Driver(folder) as driver:
+    # so short runs ride in the log, and move
+    with Driver(folder, Options(appendfsync="always")) as driver:
         layer = driver.store.state.sessions[b"a_pk"].layers[1]
         chunks = Stream(list(layer_chunks(layer, Wanted(0, 700, "STORED", head_major=True))))
         for start in range(0, 700, 20):

@@ -227,6 +227,7 @@ def test_a_step_compares_a_bounded_part(folder: Path) -> None:
         assert driver.content() == expected
 
 
+@pytest.mark.usefixtures("fewer_runs")
 def test_many_short_runs_are_merged_and_still_shared(folder: Path) -> None:
     with Driver(folder) as driver:
         for name in "ab":

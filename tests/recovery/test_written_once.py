@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,7 +14,11 @@ from unittest import mock
 import pytest
 
 from pion_vllm_mlx.server.chores import QUIET_SECONDS
+from pion_vllm_mlx.server.commands import mapping
+from pion_vllm_mlx.server.commands.mapping import describe
+from pion_vllm_mlx.server.store import sealing
 from pion_vllm_mlx.server.store.index import InSegment, Run
+from pion_vllm_mlx.server.store.sealing import tensor_name
 from pion_vllm_mlx.server.store.segments import SMALL_HEADER_RESERVE
 from pion_vllm_mlx.server.store.wal import Inline
 from tests.conftest import RunningServer
@@ -112,6 +117,66 @@ def test_runs_from_4_kib_on_go_to_the_segment_dense_and_from_64_kib_on_spaced(
         assert agrees(driver, "a") == 5
 
 
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_once_a_session_has_4_kib_its_shorter_runs_go_to_the_segment_too(
+    folder: Path, layout: str
+) -> None:
+    form = ("FMT", "STORED", "LAYOUT", layout)
+    with Driver(folder) as driver:
+        driver.ask(*register("a", 4))
+        for layer in range(4):
+            for turn in range(10):  # 8 rows of 128 bytes
+                blob = os.urandom(8 * 128)
+                driver.ask("V.STOREBATCH", "a_pk", layer, 8 * turn, 8, blob, *form)
+        layers = driver.store.state.sessions[b"a_pk"].layers
+        places = [type(run.place) for rows in layers.values() for run in rows.runs()]
+        assert places == [Inline] * 3 + [InSegment] * 37
+        assert driver.store.vstore_wal.size < 3 * 8 * 128 + 40 * 300
+        expected = driver.content()
+    with Driver(folder) as driver:
+        assert driver.content() == expected
+        driver.ask(*rows("a_pv", 0, 0, 8))
+        assert agrees(driver, "a") == 41 and driver.content().items() >= expected.items()
+
+
+def test_short_rows_are_in_their_file_before_the_log_names_them(folder: Path) -> None:
+    with Driver(folder) as driver:
+        driver.ask(*register("a"))
+        driver.ask(*rows("a_pk", 0, 0, 32))
+        (segment,) = driver.store.segments.segments.values()
+        names = {segment.file.fd: "segment"}
+        order: list[str] = []
+
+        def noted(real: Callable[..., int]) -> Callable[..., int]:
+            def write(fd: int, *args: Any) -> int:
+                order.append(names.get(fd, "log"))
+                return real(fd, *args)
+
+            return write
+
+        with (
+            mock.patch.object(os, "pwritev", noted(os.pwritev)),
+            mock.patch.object(os, "pwrite", noted(os.pwrite)),
+        ):
+            driver.ask(*rows("a_pk", 0, 32, 32))
+        assert order == ["segment", "log"]
+
+
+@needs_proc
+def test_turns_of_2_kib_runs_are_written_once(pion_server: RunningServer) -> None:
+    turns, layers, run_bytes = 20, 16, 2 * KIB
+    stored = turns * layers * len(SIDES) * run_bytes
+    with Wire.tcp(pion_server.port) as wire:
+        before = _written(pion_server.pid)
+        _registered(wire, "n", run_bytes)
+        for turn in range(turns):
+            assert set(wire.together(*_turn("n", turn, layers, run_bytes, "HND"))) == {"OK"}
+        answer = wire.ask("KV.PREFIX.MAP", "n")
+        _tidied(wire)
+        # what is answered over a socket is no file
+        assert (_written(pion_server.pid) - before - len(answer)) / stored <= 1.2
+
+
 def test_what_a_header_does_not_need_of_its_room_is_a_hole(folder: Path) -> None:
     with Driver(folder) as driver:
         driver.ask(*register("a"))
@@ -138,6 +203,36 @@ def test_a_group_with_many_runs_needs_few_files(folder: Path) -> None:
         assert len(driver.store.segments.segments) == 2
         assert agrees(driver, "a") == 320
         assert open_sealed(driver) == 2
+
+
+def test_many_runs_are_sealed_with_one_look_at_each_and_described_off_the_event_loop(
+    folder: Path,
+) -> None:
+    seen: list[str] = []
+    threads: list[bool] = []
+
+    def named(*args: Any) -> str:
+        seen.append(tensor_name(*args))
+        return seen[-1]
+
+    def described(*args: Any) -> Any:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return describe(*args)
+
+    with Driver(folder) as driver:
+        driver.ask(*register("a", 16))
+        driver.ask(*rows("a_pv", 0, 0, 32))
+        for turn in range(40):
+            for layer in range(16):
+                driver.ask(*rows("a_pk", layer, 32 * turn, 32))
+        files = len(driver.store.segments.segments)
+        with (
+            mock.patch.object(sealing, "tensor_name", named),
+            mock.patch.object(mapping, "describe", described),
+        ):
+            driver.map("a")
+        assert files > 2 and len(seen) == len(set(seen)) == 641 and threads == [False]
+        assert agrees(driver, "a") == 641 and open_sealed(driver) == files
 
 
 def test_short_rows_that_a_disk_refuses_leave_nothing_behind(folder: Path) -> None:

@@ -15,6 +15,9 @@ from pion_vllm_mlx.server.store.segment import Segment
 from pion_vllm_mlx.server.store.verifying import verified
 from pion_vllm_mlx.wire.resp import Arg, Simple
 
+#: so many are described on the event loop.
+_FEW_RUNS = 256
+
 
 def _tensor(session: Session, layer: int, extent: Extent) -> dict[str, Any]:
     run = extent.run
@@ -33,13 +36,22 @@ def _tensor(session: Session, layer: int, extent: Extent) -> dict[str, Any]:
     }
 
 
-def describe(sessions: list[Session]) -> dict[str, Any]:
-    """The answer: every segment with the tensors that show, grouped by file."""
+#: one layer's number and what it shows.
+_Layer = tuple[int, list[Extent]]
+
+
+def _layers(session: Session) -> list[_Layer]:
+    """What a session shows at this moment: its lists of extents are replaced, never changed."""
+    return [(layer, rows.extents) for layer, rows in sorted(session.layers.items())]
+
+
+def describe(sessions: list[tuple[Session, list[_Layer]]]) -> dict[str, Any]:
+    """The answer: every segment with the tensors that show, grouped by file. Any thread."""
     files: dict[str, tuple[Segment, list[dict[str, Any]]]] = {}
     newest = 0
-    for session in sessions:
-        for layer, rows in sorted(session.layers.items()):
-            for extent in rows.extents:
+    for session, layers in sessions:
+        for layer, extents in layers:
+            for extent in extents:
                 place = extent.run.place
                 assert isinstance(place, InSegment)
                 entry = files.setdefault(place.segment.name, (place.segment, []))
@@ -89,4 +101,8 @@ async def kv_prefix_map(context: Context, args: list[Arg]) -> Reply:
         return Simple("UNKNOWN")
     for session in sessions:
         context.state.touch(session)
-    return json.dumps(describe(sessions))
+    shown = [(session, _layers(session)) for session in sessions]
+    if sum(len(extents) for _, layers in shown for _, extents in layers) <= _FEW_RUNS:
+        return json.dumps(describe(shown))
+    # tens of milliseconds for ten thousand runs, which others need not wait for
+    return await context.store.run(lambda: json.dumps(describe(shown)))

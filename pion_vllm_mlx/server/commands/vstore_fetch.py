@@ -8,21 +8,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server import arguments
 from pion_vllm_mlx.server.command import Reply, command
-from pion_vllm_mlx.server.outbound import Chunk, Computed, Stream, file_range, zeros
+from pion_vllm_mlx.server.outbound import (
+    GATHER_BYTES,
+    Chunk,
+    Computed,
+    FileRange,
+    Stream,
+    Window,
+)
 from pion_vllm_mlx.server.session import Context
-from pion_vllm_mlx.server.store.index import LayerRows, Session
+from pion_vllm_mlx.server.store.files import FileHandle, pread_into
+from pion_vllm_mlx.server.store.index import LayerRows, Session, place_file
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, as_bytes, read_head, read_layer
 from pion_vllm_mlx.server.store.verifying import verified
 from pion_vllm_mlx.wire.resp import Arg, array_header, nil
 
 WHERE = "V.FETCH"
 MAX_REPLY = 1 << 30
+#: short pieces are read together into so much memory.
+_READ_BYTES = 256 << 10
+
+
+class _Place(NamedTuple):
+    """Rows ``[start, end)``: ``first`` is the offset of head 0's, ``stride`` from head to head."""
+
+    start: int
+    end: int
+    file: FileHandle
+    first: int
+    stride: int
 
 
 @dataclass(frozen=True)
@@ -51,30 +72,59 @@ class Wanted:
         )
 
 
-def _ranges(rows: LayerRows, wanted: Wanted) -> Iterator[Chunk]:
-    """File ranges for rows that are stored as they are wanted; zeros in the gaps."""
+def _places(rows: LayerRows, wanted: Wanted) -> Iterator[_Place]:
+    """Where the wanted rows lie that are stored as they are wanted. Raises OSError."""
     (part,) = rows.spec.parts()
     heads = rows.spec.heads if wanted.head_major else 1
     row = part.bytes_per_row // heads
-    covering = list(rows.covering(wanted.start, wanted.end))
-    pieces = [
-        list(
-            extent.run.shape.part_pieces(
-                part, 0, extent.row, extent.row + extent.end - extent.start
-            )
-        )
-        for extent in covering
-    ]
+    for extent in rows.covering(wanted.start, wanted.end):
+        place, shape = extent.run.place, extent.run.shape
+        first = place.offset + extent.row * row
+        yield _Place(extent.start, extent.end, place_file(place), first, shape.padded * row)
+
+
+def _pieces(rows: LayerRows, wanted: Wanted) -> Iterator[FileRange | bytes]:
+    """The wanted bytes as they lie in files, head by head, with zeros in the gaps."""
+    (part,) = rows.spec.parts()
+    heads = rows.spec.heads if wanted.head_major else 1
+    row = part.bytes_per_row // heads
+    places = list(_places(rows, wanted))
     for head in range(heads):
         at = wanted.start
-        for extent, places in zip(covering, pieces, strict=True):
-            if extent.start > at:
-                yield zeros((extent.start - at) * row)
-            piece = places[head if len(places) > 1 else 0]
-            yield file_range(extent.run.place, piece.offset, piece.length)
-            at = extent.end
-        if at < wanted.end:
-            yield zeros((wanted.end - at) * row)
+        for start, end, file, first, stride in places:
+            yield from _zeros((start - at) * row)
+            yield FileRange(file, first + head * stride, (end - start) * row)
+            at = end
+        yield from _zeros((wanted.end - at) * row)
+
+
+def _zeros(length: int) -> Iterator[bytes]:
+    for at in range(0, length, GATHER_BYTES):
+        yield bytes(min(GATHER_BYTES, length - at))
+
+
+def _gathered(rows: LayerRows, wanted: Wanted) -> Iterator[Window | FileRange]:
+    """The wanted bytes: long pieces where they lie, short ones read into one piece of memory."""
+    window, filled = memoryview(b""), 0
+    for piece in _pieces(rows, wanted):
+        length = len(piece) if isinstance(piece, bytes) else piece.length
+        if filled + length > len(window) or length >= GATHER_BYTES:
+            if filled:
+                yield window[:filled]
+            window, filled = memoryview(b""), 0
+        if length >= GATHER_BYTES:
+            yield piece
+            continue
+        if not window:
+            window = np.empty(_READ_BYTES, np.uint8).data
+        into = window[filled : filled + length]
+        if isinstance(piece, bytes):
+            into[:] = piece
+        else:
+            pread_into(piece.file.fd, into, piece.offset)
+        filled += length
+    if filled:
+        yield window[:filled]
 
 
 def _as_stored(rows: LayerRows, wanted: Wanted) -> bool:
@@ -112,12 +162,11 @@ def layer_chunks(rows: LayerRows, wanted: Wanted) -> list[Chunk]:
         raise CommandError(f"{WHERE}: LAYOUT HND needs HEADS and a format that can be cut at heads")
     if spec.fmt.startswith("raw:") and wanted.encoding != "STORED":
         raise CommandError(f"{WHERE}: opaque rows need FMT STORED")
-    if _as_stored(rows, wanted):
-        return list(_ranges(rows, wanted))
     length = (wanted.end - wanted.start) * wanted.value_bytes(rows)
     # sent while others write: all of it is of this moment
     then = rows.as_now(wanted.start, wanted.end)
-    return [Computed(length, lambda: _converted(then, wanted))]
+    make = _gathered if _as_stored(rows, wanted) else _converted
+    return [Computed(length, lambda: make(then, wanted))]
 
 
 def _wanted(args: list[Arg], options: list[Arg]) -> Wanted:
@@ -198,7 +247,6 @@ async def _by_id(context: Context, session: Session, layer: int, ids: list[int])
     "Rows of a session by token id, of a range, or of all layers; nil for a layer without rows.",
     syntax="sid (layer token_id...|layer RANGE start end [FMT (NATIVE|STORED)] [LAYOUT "
     "(HND|NHD)]|BATCH start end [n_layers] [FMT (NATIVE|STORED)] [LAYOUT (HND|NHD)])",
-    extensions=("STORED", "LAYOUT"),
     kvcache=True,
     home="session",
     keys=(1, 1),

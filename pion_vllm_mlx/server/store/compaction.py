@@ -35,19 +35,15 @@ from pion_vllm_mlx.server.store.rows import (
     read_head,
     read_layer,
 )
-from pion_vllm_mlx.server.store.sealing import prepare_segment, run_tensors, sessions_of, side_of
+from pion_vllm_mlx.server.store.sealing import prepare_segments, run_tensors, sessions_of, side_of
 from pion_vllm_mlx.server.store.segment import Region, Segment
 from pion_vllm_mlx.server.store.segment_header import Tensor, header_bytes_for
 from pion_vllm_mlx.server.store.segments import SegmentFolder
-from pion_vllm_mlx.server.store.shapes import INLINE_ROWS_BYTES, SPACED_BYTES, RunShape
-from pion_vllm_mlx.server.store.state import State
+from pion_vllm_mlx.server.store.shapes import SPACED_BYTES, RunShape
+from pion_vllm_mlx.server.store.state import MANY_RUNS, State
 
 #: fewer dead bytes of a segment are not worth a copy.
 MIN_DEAD_BYTES = 256 << 10
-#: more than so many runs in a row become one, where each is below so many bytes. What came
-#: out of the log is written again early; what went straight into a segment is late, as reading
-#: many costs little, and once: what is merged is not short any more.
-MERGED_RUNS = {INLINE_ROWS_BYTES: 16, SPACED_BYTES: 64}
 
 
 def _shows(state: State, session: Session, layer: int, seen: list[Extent]) -> bool:
@@ -220,13 +216,13 @@ def _wasteful(state: State, folder: SegmentFolder, group: bytes) -> list[Segment
     """
     segments = [s for s in folder.of_group(group) if s.uses and not s.writers]
     live = _live_bytes(state, segments)
+    prepare_segments(state, group, [segment for segment in segments if not segment.sealed])
     found = []
     for segment in segments:
         spaced, dense = live[segment.name]
         if segment.sealed:
             size = segment.size - segment.header_bytes
         else:
-            prepare_segment(state, segment)
             size = segment.tail - segment.data_start
         dead = min(size - spaced, segment.disk_bytes() - dense)
         if dead > max(MIN_DEAD_BYTES, dense):
@@ -267,16 +263,13 @@ def _same_rows(one: Extent, other: Extent) -> bool:
 
 
 def _merging(extents: Sequence[Extent]) -> list[bool]:
-    """Which extents are one of too many short runs in a row."""
-    merging = [False] * len(extents)
-    at = {id(extent): index for index, extent in enumerate(extents)}
-    for nbytes, most in MERGED_RUNS.items():
-        short = [extent.run.shape.data_bytes < nbytes for extent in extents]
-        if sum(short) > most:
-            for stretch in _stretches(extents, short):
-                for extent in stretch if len(stretch) > most else ():
-                    merging[at[id(extent)]] = True
-    return merging
+    """Which extents are one of too many short runs in a row; what they become is not short."""
+    short = [extent.run.shape.data_bytes < SPACED_BYTES for extent in extents]
+    if sum(short) <= MANY_RUNS:
+        return [False] * len(extents)
+    many = [s for s in _stretches(extents, short) if len(s) > MANY_RUNS]
+    chosen = {id(extent) for stretch in many for extent in stretch}
+    return [id(extent) in chosen for extent in extents]
 
 
 def _layer_copies(

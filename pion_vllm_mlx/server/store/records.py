@@ -80,6 +80,8 @@ class Create(Record):
 class Rows(Record):
     """A run of rows arrived. In a segment at ``offset``, or inline when ``segment`` is empty.
 
+    A ``blob`` beside a segment is what has to be written there before the record is logged.
+
     ``crc`` covers the rows as stored, ``sent_crc`` the same rows as they travel
     in the storage format (they differ for formats of several parts only). A run is
     known by the sequence number of its first record; a snapshot, whose records are
@@ -105,7 +107,7 @@ class Rows(Record):
 
     @property
     def inline(self) -> bytes | memoryview:
-        return self.blob
+        return b"" if self.segment else self.blob
 
     def fields(self) -> dict[str, Any]:
         saved = {"run": self.run_id} if self.run_id else {}

@@ -65,17 +65,23 @@ def run_tensors(name: str, shape: RunShape, origin: int) -> Iterator[Tensor]:
         )
 
 
-def segment_tensors(state: State, segment: Segment) -> Iterator[Tensor]:
-    """Everything that lives in a segment."""
-    for session in sessions_of(state, segment.group):
+def segment_tensors(
+    state: State, group: bytes, segments: Iterable[Segment]
+) -> dict[str, list[Tensor]]:
+    """Everything that lives in segments of a group, by their names: one look at all its runs."""
+    found: dict[str, list[Tensor]] = {segment.name: [] for segment in segments}
+    for session in sessions_of(state, group):
         for layer, rows in session.layers.items():
             for run in rows.runs():
-                if isinstance(run.place, InSegment) and run.place.segment is segment:
+                if isinstance(run.place, InSegment) and run.place.segment.name in found:
                     name = tensor_name(session, layer, run)
-                    yield from run_tensors(name, run.shape, run.place.offset)
-    for layer, blob in state.states.get(segment.group, {}).items():
-        if isinstance(blob.place, InSegment) and blob.place.segment is segment:
-            yield Tensor(f"state.{layer}", "U8", [blob.length], blob.place.offset, blob.length)
+                    tensors = run_tensors(name, run.shape, run.place.offset)
+                    found[run.place.segment.name] += tensors
+    for layer, blob in state.states.get(group, {}).items():
+        if isinstance(blob.place, InSegment) and blob.place.segment.name in found:
+            tensor = Tensor(f"state.{layer}", "U8", [blob.length], blob.place.offset, blob.length)
+            found[blob.place.segment.name].append(tensor)
+    return found
 
 
 class Mover:
@@ -128,17 +134,18 @@ class Mover:
         segment.written()
 
 
-def prepare_segment(state: State, segment: Segment) -> None:
-    """Work out the tail of a segment that was found unsealed at start.
+def prepare_segments(state: State, group: bytes, segments: Iterable[Segment]) -> None:
+    """Work out the tails of segments of a group that were found unsealed at start.
 
     Nothing is written over: a reader may still hold a run there that no longer shows.
     """
-    if segment.tail:
-        return
-    tensors = list(segment_tensors(state, segment))
-    end = max((t.offset + t.length for t in tensors), default=segment.data_start)
-    segment.tail = max(end, segment.file.size())
-    segment.tensors = len(tensors)
+    unknown = [segment for segment in segments if not segment.tail]
+    found = segment_tensors(state, group, unknown) if unknown else {}
+    for segment in unknown:
+        tensors = found[segment.name]
+        end = max((t.offset + t.length for t in tensors), default=segment.data_start)
+        segment.tail = max(end, segment.file.size())
+        segment.tensors = len(tensors)
 
 
 @dataclass
@@ -147,6 +154,7 @@ class SealJob:
 
     state: State
     folder: SegmentFolder
+    group: bytes
     segments: list[Segment]
     mover: Mover
     target: Segment | None
@@ -159,8 +167,9 @@ class SealJob:
         header without room.
         """
         seals = []
+        found = segment_tensors(self.state, self.group, self.segments)
         for segment in self.segments:
-            tensors = list(segment_tensors(self.state, segment))
+            tensors = found[segment.name]
             moves: tuple[tuple[int, int, int], ...] = ()
             if segment is self.target:
                 moved, moves = self.mover.move(segment)
@@ -214,8 +223,7 @@ def begin_seal(
     and gets none.
     """
     unsealed = folder.unsealed(group)
-    for segment in unsealed:
-        prepare_segment(state, segment)
+    prepare_segments(state, group, unsealed)
     ready = [s for s in unsealed if s.writers == 0 and s.uses]
     for segment in ready:
         segment.closed = True
@@ -230,4 +238,4 @@ def begin_seal(
             )
             target.closed = True
             ready.append(target)
-    return SealJob(state, folder, ready, mover, target, created)
+    return SealJob(state, folder, group, ready, mover, target, created)

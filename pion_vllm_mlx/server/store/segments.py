@@ -21,8 +21,10 @@ from pion_vllm_mlx.server.store.files import (
     flush_directory,
     pread_exactly,
     pwrite_all,
+    pwritev_all,
     refusals,
 )
+from pion_vllm_mlx.server.store.records import Record, Rows
 from pion_vllm_mlx.server.store.segment import SUFFIX, Region, Segment
 from pion_vllm_mlx.server.store.segment_header import Tensor, build_header
 
@@ -119,6 +121,17 @@ class SegmentFolder:
         region = Region(segment, segment.append(nbytes, tensors), nbytes)
         segment.writers += 1
         return region
+
+    def write_rows(self, records: Iterable[Record]) -> None:
+        """Write short runs that came with their records. May block; raises OSError.
+
+        The region of each counts as one that is written to until its record is applied.
+        """
+        for record in records:
+            if isinstance(record, Rows) and record.segment and record.blob:
+                segment = self.segments[record.segment]
+                pwritev_all(segment.file.fd, [record.blob], record.offset)
+                segment.written()
 
     def adopt(self, name: str, group: bytes) -> Segment:
         """The segment a replayed record names: known, or one that lies on disk.

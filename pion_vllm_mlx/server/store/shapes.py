@@ -26,8 +26,9 @@ SPARE_ROWS = 64
 GROWTH_ROWS = 64
 #: shorter runs are copied in no time, and would take far more blocks than they have bytes.
 SPACED_BYTES = 64 << 10
-#: rows below this ride in the log, and are written once more when their segment is sealed.
-#: Beside longer ones their record and their part of a header are small.
+#: rows ride in the log while their session has less than this, if all its runs were as long as the
+#: one that comes: a short prefix needs no file, nor a flush of one, until it is saved. They are
+#: written once more when they are sealed; all others go to their segment, once.
 INLINE_ROWS_BYTES = 4 << 10
 
 

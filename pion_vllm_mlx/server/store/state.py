@@ -33,8 +33,9 @@ from pion_vllm_mlx.server.store.wal import Inline, Logged
 
 #: how many namespaces that went away are remembered, for EXPLAIN.
 _GONE = 4096
-#: a layer with more runs than this is worth a look.
-MANY_RUNS = 16
+#: more runs of a layer than this are too many, where they are short: in a quiet moment they become
+#: one. Late, and once: each is written once more then. A reader pays some microseconds for each.
+MANY_RUNS = 256
 
 
 class InlineRun(NamedTuple):

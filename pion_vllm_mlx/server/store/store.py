@@ -34,7 +34,7 @@ from pion_vllm_mlx.server.store.reserve import Reserve, is_full
 from pion_vllm_mlx.server.store.saving import Saver
 from pion_vllm_mlx.server.store.sealing import SealJob, begin_seal
 from pion_vllm_mlx.server.store.segment import Region, Segment
-from pion_vllm_mlx.server.store.space import Space
+from pion_vllm_mlx.server.store.space import Space, disk_error
 from pion_vllm_mlx.server.store.wal import Logged, append_together
 
 T = TypeVar("T")
@@ -177,7 +177,10 @@ class Store:
         logs = ((self.ssm_wal, "ssm"), (self.vstore_wal, "vstore"))
         batches = [(wal, [e for e in effects if e.log == name]) for wal, name in logs]
         try:
+            self.segments.write_rows(effects)
             return append_together(batches)
+        except OSError as error:
+            raise disk_error(error) from error
         except CommandError as error:
             drops = all(isinstance(effect, (Drop, DropStates)) for effect in effects)
             if not (is_full(error) and drops and self._reserve and self._reserve.give()):
