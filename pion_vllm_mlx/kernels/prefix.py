@@ -129,6 +129,13 @@ class Prefix:
         return int(self.keys.nbytes + self.values.nbytes)
 
     @property
+    def rows_bytes(self) -> int:
+        """Bytes of its own rows: of a pool those of the blocks in its table."""
+        if self.table is None:
+            return self.nbytes
+        return self.nbytes // int(self.keys.shape[0]) * -(-self.num_tokens // self.page_tokens)
+
+    @property
     def is_host(self) -> bool:
         """Whether the arrays are numpy's."""
         return isinstance(_some_array(self.keys), np.ndarray)
@@ -143,10 +150,10 @@ class Prefix:
 
         Those of tiny blocks may be larger than the rows, and are not kept.
         """
-        if found.nbytes > self.nbytes:
+        if found.nbytes > self.rows_bytes:
             return
         for oldest in list(self.statistics):  # another thread may forget some meanwhile
-            room = self.nbytes - self.statistics_bytes
+            room = self.rows_bytes - self.statistics_bytes
             if len(self.statistics) < _KEPT_STATISTICS and found.nbytes <= room:
                 break
             self.statistics.pop(oldest, None)

@@ -87,6 +87,19 @@ def device_prefix(prefix: Prefix) -> Prefix:
     return _moved(prefix, to_mlx) if prefix.is_host else prefix
 
 
+def moved_together(prefixes: Sequence[Prefix], *, to_device: bool) -> list[Prefix]:
+    """Prefixes in mlx arrays, or on the host; an array that several have is moved once."""
+    move: Callable[[Array], Array] = to_mlx if to_device else to_host
+    arrays: dict[int, Array] = {}
+
+    def once(array: Array) -> Array:
+        if id(array) not in arrays:
+            arrays[id(array)] = move(array)
+        return arrays[id(array)]
+
+    return [one if one.is_host != to_device else _moved(one, once) for one in prefixes]
+
+
 def _moved(prefix: Prefix, move: Callable[[Array], Array]) -> Prefix:
     def side(given: Side) -> Side:
         return given.mapped(move) if isinstance(given, Affine) else move(given)

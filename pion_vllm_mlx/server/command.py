@@ -57,7 +57,8 @@ class Command:
     own keys; everything else is refused to tenants.
     ``home``: it is refused where its names live on another worker, and the refusal begins
     with the command's name or, for one on a "session", does not.
-    ``syntax``: the words behind the name, as ``command_syntax`` reads them.
+    ``syntax``: the words behind the name, as ``command_syntax`` reads them. ``extensions``: those
+    of its words that are no part of the protocol that other servers speak.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Command:
     tenant: bool = False
     home: str = ""
     syntax: str = ""
+    extensions: tuple[str, ...] = ()
 
     @property
     def group(self) -> str:

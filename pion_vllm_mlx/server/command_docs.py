@@ -24,7 +24,7 @@ together, `a|b` is one of the two, `x...` once or more often.
 |---|---|
 | write | logged before it is answered |
 | kvcache | only with `--kvcache` |
-| extension | not part of the protocol that other servers speak |
+| extension | not part of the protocol that other servers speak; before words: these words only |
 | tenant | a tenant may use it, on its own names; every other command is refused to tenants |
 | no auth | allowed before AUTH |
 """
@@ -67,6 +67,8 @@ def _marks(entry: Command) -> str:
         "tenant": entry.tenant,
         "no auth": entry.no_auth,
     }
+    words = f"extension {' '.join(entry.extensions)}"
+    flags[words] = bool(entry.extensions)
     return ", ".join([*(name for name, is_so in flags.items() if is_so), f"since {entry.since}"])
 
 

@@ -17,7 +17,7 @@ UPPER CASE      a word that is written so, in any case
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from pion_vllm_mlx.wire.resp import Map, Simple, Value
@@ -106,8 +106,29 @@ def fits(node: Node, arity: int) -> bool:
     return node.fewest() + 1 == arity and node.fixed()
 
 
-def documented(node: Node) -> list[Value]:
-    """The parts of a row as COMMAND DOCS describes arguments."""
+def documented(node: Node, extensions: Collection[str] = ()) -> list[Value]:
+    """The parts of a row as COMMAND DOCS describes arguments; words that are extensions say so."""
+    found = _documented(node)
+    for argument in found:
+        _mark(argument, extensions)
+    return found
+
+
+def _mark(argument: Value, extensions: Collection[str]) -> None:
+    """Flag an argument, and those inside of it, whose token is one of these words."""
+    if not isinstance(argument, Map):
+        return
+    fields = dict(argument)
+    inner, flags = fields.get("arguments", []), fields.get("flags", [])
+    for one in inner if isinstance(inner, list) else []:
+        _mark(one, extensions)
+    if fields.get("token") in extensions and isinstance(flags, list):
+        flags.append(Simple("extension"))
+        if "flags" not in fields:
+            argument.append(("flags", flags))
+
+
+def _documented(node: Node) -> list[Value]:
     found: list[Value] = []
     parts = list(node.parts) if node.kind == "row" else [node]
     while parts:
@@ -122,7 +143,7 @@ def documented(node: Node) -> list[Value]:
 
 
 def _described(node: Node, token: str = "") -> Map:
-    inner = documented(node) if node.kind == "row" else []
+    inner = _documented(node) if node.kind == "row" else []
     if len(inner) == 1 and isinstance(inner[0], Map):
         pairs = list(inner[0])
     else:

@@ -7,6 +7,8 @@
     requests.py  what a query asks for, checked, and its arithmetic (kernels.api)
     engine.py    the one thread that computes; concurrent queries of one layer together
     warming.py   K/V from the rows of the V-store
+    chains.py    K/V from the rows of a namespace and of those that it continues
+    sharing.py   K/V that begin alike, over blocks that they share (shared_blocks.py)
     cache.py     all of it behind one object, which commands and the binary lane call
     frames.py    the opcode of the binary lane
 """

@@ -25,6 +25,7 @@ from pion_vllm_mlx.server.attention.resident import (
     from_floats,
     resident_bytes,
 )
+from pion_vllm_mlx.server.attention.sharing import Check, Sharing
 from pion_vllm_mlx.server.attention.slots import Key, Slot, SlotTable
 from pion_vllm_mlx.server.store.index import group_of
 from pion_vllm_mlx.server.store.records import Drop, Record
@@ -60,6 +61,7 @@ class AttentionCache:
         self.settings = settings
         self.slots: SlotTable[Resident] = SlotTable(settings.budget)
         self.engine = Engine()
+        self.sharing = Sharing(self.slots, run, self.engine, lambda: self.device)
         self.device = placement.HOST
         #: whether the process is past its limit of memory
         self.short_of_memory: Callable[[], bool] = lambda: False
@@ -124,9 +126,23 @@ class AttentionCache:
             return resident
         return await self.engine.call(lambda: placement.on_device(resident))
 
-    def put(self, key: Key, resident: Resident, source: bytes = b"") -> None:
-        """Make a layer WARM; ``source``: the namespace whose rows it was made from."""
-        self.slots.put(key, Slot(resident, source), rehydrates=bool(source))
+    def put(self, key: Key, resident: Resident, *sources: bytes) -> None:
+        """Make a layer WARM; ``sources``: the namespaces whose rows it was made from."""
+        self.slots.put(key, Slot(resident, sources), rehydrates=bool(sources))
+
+    async def put_shared(
+        self, key: Key, resident: Resident, sources: Sequence[bytes], check: Check
+    ) -> None:
+        """The same of K/V on the host; blocks that others have, too, are kept once.
+
+        Raises OutOfMemory, and what ``check`` raises when all is ready.
+        """
+
+        def fits(laid: Resident) -> None:
+            check(laid)
+            self.slots.check_fits(key.sid, laid.nbytes)
+
+        await self.sharing.put(key, resident, fits, lambda laid: self.put(key, laid, *sources))
 
     def query(
         self, key: Key, request: Request, wanted: Callable[[], bool] = lambda: True
@@ -202,4 +218,5 @@ class AttentionCache:
 
     def close(self) -> None:
         """Compute nothing more."""
+        self.sharing.close()
         self.engine.close()

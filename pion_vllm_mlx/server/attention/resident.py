@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.kernels import api
 from pion_vllm_mlx.kernels.prefix import HEAD_DIMS, MAX_KV_HEADS
+from pion_vllm_mlx.server.attention.shared_blocks import Share
 
 Floats = NDArray[np.float32]
 #: shapes of queries of which it is remembered how they are computed.
@@ -26,10 +27,15 @@ DTYPES = ("fp32", "fp16", "bf16", "stored")
 
 @dataclass(frozen=True)
 class Resident:
-    """K/V rows ``[absent, tokens)`` of a layer; those before were never stored."""
+    """K/V rows ``[absent, tokens)`` of a layer; those before were never stored.
+
+    ``family``: equal for K/V that may share blocks, ``share`` the blocks where they do.
+    """
 
     prefix: api.Prefix
     absent: int = 0
+    family: bytes = b""
+    share: Share | None = None
     _repeated: dict[tuple[int, bytes, int], api.Repeated | None] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -50,7 +56,7 @@ class Resident:
     @property
     def nbytes(self) -> int:
         """Bytes of K, V and the block statistics that queries asked for."""
-        return self.prefix.nbytes + self.prefix.statistics_bytes
+        return self.prefix.rows_bytes + self.prefix.statistics_bytes
 
     def repeated(
         self, heads: int, head_map: NDArray[np.uint8] | None, window: int
@@ -68,7 +74,7 @@ class Resident:
 
     def shrink(self, most_bytes: int) -> None:
         """Give up block statistics until so many bytes are left, or K and V alone."""
-        self.prefix.forget(most_bytes - self.prefix.nbytes)
+        self.prefix.forget(most_bytes - self.prefix.rows_bytes)
 
     def window(self, asked: int) -> int:
         """The window over the rows that are there, 0 for all of them.

@@ -7,9 +7,9 @@
 
 WARM holds K/V, COLD only says that the key was WARM once and of what shape. All limits
 give up the least recently used; where there are tenants, one past its quota gives its own,
-and past the limits of all the owner with the most gives first. Nothing here is logged or
-saved: it is a cache, and a restart leaves it empty. Belongs to the event loop, all but
-``touch``.
+and past the limits of all the owner with the most gives first. Blocks that slots share count
+once, and come free with the last of them. Nothing here is logged or saved: it is a cache, and a
+restart leaves it empty. Belongs to the event loop, all but ``touch``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from pion_vllm_mlx.errors import ColdMiss, OutOfMemory
+from pion_vllm_mlx.server.attention.shared_blocks import BlockPool, Share
 from pion_vllm_mlx.server.memory.attend_index import NotStored
 
 MAX_WARM = 256
@@ -35,7 +36,10 @@ class Key(NamedTuple):
 
 
 class Held(Protocol):
-    """K/V of one layer, in memory. ``nbytes`` may grow by what queries derive from them."""
+    """K/V of one layer, in memory. ``nbytes`` may grow by what queries derive from them.
+
+    Of ``nbytes`` those of ``share``, where there is one, are blocks that others may use, too.
+    """
 
     @property
     def heads(self) -> int: ...
@@ -49,6 +53,9 @@ class Held(Protocol):
     @property
     def nbytes(self) -> int: ...
 
+    @property
+    def share(self) -> Share | None: ...
+
     def shrink(self, most_bytes: int) -> None:
         """Give up what queries derived until so many bytes are left, or nothing derived is."""
 
@@ -56,12 +63,15 @@ class Held(Protocol):
 HeldT = TypeVar("HeldT", bound=Held)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Slot(Generic[HeldT]):
-    """A WARM entry. ``source``: the namespace whose stored rows it was made from, if any."""
+    """A WARM entry. ``sources``: the namespaces whose stored rows it was made from, if any.
+
+    ``held`` may be exchanged for the same K/V laid out otherwise.
+    """
 
     held: HeldT
-    source: bytes = b""
+    sources: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,7 @@ class ColdEntry:
     heads: int
     tokens: int
     dim: int
-    source: bytes
+    sources: tuple[bytes, ...]
 
 
 @dataclass
@@ -98,13 +108,15 @@ class SlotTable(Generic[HeldT]):
         self.owner: Callable[[bytes], bytes] | None = None
         #: bytes that an owner's K/V may take, 0 for any
         self.quota: Callable[[bytes], int] = lambda owner: 0
+        #: told of a pool that slots have left with blocks that nobody uses
+        self.on_loose: Callable[[BlockPool], None] = lambda pool: None
 
     # -- asking ----------------------------------------------------------------
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is resident."""
-        return sum(slot.held.nbytes for slot in self.warm.values())
+        """Bytes of all that is resident, shared blocks once."""
+        return sum(self._weights(self.warm).values())
 
     def state(self, key: Key) -> str:
         """``HIT``, ``COLD`` or ``MISS``; does not count as access."""
@@ -175,13 +187,24 @@ class SlotTable(Generic[HeldT]):
         """
         self.check_fits(key.sid, slot.held.nbytes)
         self.catch_up()
-        self.warm.pop(key, None)
+        if key in self.warm:
+            self._take_out(key)
         if self.cold.pop(key, None) is not None and rehydrates:
             self.counters.rehydrates += 1
         while len(self.warm) >= self.max_warm:
             self._demote(key, by_bytes=False)
         self.warm[key] = slot
+        if slot.held.share is not None:
+            slot.held.share.pool.enter(slot.held.share.table)
         self.fit(key)
+
+    def exchange(self, slot: Slot[HeldT], held: HeldT) -> None:
+        """Have a WARM slot hold the same K/V, laid out otherwise."""
+        before, slot.held = slot.held.share, held
+        if held.share is not None:
+            held.share.pool.enter(held.share.table)
+        if before is not None:
+            before.pool.leave(before.table)
 
     def fit(self, newest: Key, *, keep_derived: bool = True) -> None:
         """Demote until quota and budget hold; ``newest`` stays.
@@ -197,7 +220,7 @@ class SlotTable(Generic[HeldT]):
             slot.held.shrink(min(limits))
         if quota:
             mine = self._of_same_owner(newest)
-            excess = sum(self.warm[key].held.nbytes for key in mine) - quota
+            excess = sum(self._weights(mine).values()) - quota
             for key in mine:
                 if excess > 0 and key != newest:
                     excess -= self._cool(key)
@@ -208,25 +231,60 @@ class SlotTable(Generic[HeldT]):
             excess -= self._demote(newest, by_bytes=True)
 
     def spare(self, nbytes: int) -> None:
-        """Demote until so many bytes came free, or nothing is left."""
+        """Demote until so many bytes came free, or nothing is left.
+
+        Those of a pool come free with the last of its slots, or later, when it is laid out again.
+        """
         self.catch_up()
         while nbytes > 0 and self.warm:
-            nbytes -= self._demote(None, by_bytes=True)
+            victim = self._victim(self._weights(self.warm), None)
+            held = self.warm[victim].held
+            freed, share = self._cool(victim), held.share
+            if share is not None:
+                freed = held.nbytes - share.nbytes
+                freed += 0 if share.pool.slots else share.pool.allocated_bytes
+            nbytes -= freed
+
+    def _weights(self, keys: Iterable[Key]) -> dict[Key, int]:
+        """Bytes of each WARM slot; those of a pool are the first one's of its slots."""
+        found: dict[Key, int] = {}
+        seen: set[int] = set()
+        for key in keys:
+            held = self.warm[key].held
+            found[key], share = held.nbytes, held.share
+            if share is None:
+                continue
+            found[key] -= share.nbytes
+            if id(share.pool) not in seen:
+                seen.add(id(share.pool))
+                found[key] += share.pool.nbytes
+        return found
+
+    def _take_out(self, key: Key) -> int:
+        """Let a slot go; the bytes that are nobody's any more."""
+        held = self.warm.pop(key).held
+        share = held.share
+        if share is None:
+            return held.nbytes
+        freed = held.nbytes - share.nbytes + share.pool.leave(share.table)
+        if share.pool.is_loose:
+            self.on_loose(share.pool)
+        return freed
 
     def _demote(self, newest: Key | None, *, by_bytes: bool) -> int:
         """Take one slot's K/V away, never that of ``newest``; the bytes that came free."""
-        weights = {key: slot.held.nbytes if by_bytes else 1 for key, slot in self.warm.items()}
+        weights = self._weights(self.warm) if by_bytes else dict.fromkeys(self.warm, 1)
         return self._cool(self._victim(weights, newest))
 
     def _cool(self, victim: Key) -> int:
         """Make a slot COLD; the bytes that came free."""
-        slot = self.warm.pop(victim)
-        held = slot.held
+        slot = self.warm[victim]
+        held, freed = slot.held, self._take_out(victim)
         while len(self.cold) >= self.max_cold:
             del self.cold[self._victim(dict.fromkeys(self.cold, 1), victim)]
-        self.cold[victim] = ColdEntry(held.heads, held.tokens, held.dim, slot.source)
+        self.cold[victim] = ColdEntry(held.heads, held.tokens, held.dim, slot.sources)
         self.counters.demotions += 1
-        return held.nbytes
+        return freed
 
     def _victim(self, weights: Mapping[Key, int], newest: Key | None) -> Key:
         """The first key, in order of use, of the owner with the greatest weight."""
@@ -247,9 +305,14 @@ class SlotTable(Generic[HeldT]):
         gone = set(namespaces)
         attended = {namespace + b"_attn" for namespace in gone}
         names = gone | attended
-        for table in (self.warm, self.cold):
-            entries: list[tuple[Key, Slot[HeldT] | ColdEntry]] = list(table.items())
-            for key, entry in entries:
-                beginning = key.sid.rpartition(b":")[0]
-                if key.sid in names or entry.source in gone or beginning in attended:
-                    del table[key]
+        entries: list[tuple[Key, Slot[HeldT] | ColdEntry]] = [*self.warm.items()]
+        entries += self.cold.items()
+        for key, entry in entries:
+            beginning = key.sid.rpartition(b":")[0]
+            made_of_them = not gone.isdisjoint(entry.sources)
+            if not (key.sid in names or made_of_them or beginning in attended):
+                continue
+            if isinstance(entry, Slot):
+                self._take_out(key)
+            else:
+                del self.cold[key]

@@ -109,6 +109,11 @@ def _kept(pair: LayerPair, dtype: str) -> str:
     return one if not formats and one in _ITEMS else "fp32"
 
 
+def kept_as(pair: LayerPair, dtype: str, dim: int) -> str:
+    """In what ``read`` keeps K and V: a type of values, or the format of groups."""
+    return _FOUR_BITS if _in_groups(pair, dtype, dim) else _kept(pair, dtype)
+
+
 def read(pair: LayerPair, heads: int, dim: int, dtype: str) -> Resident:
     """K/V of a layer as they stay. Reads the disk; raises OSError."""
     first, last = pair.absent, pair.tokens

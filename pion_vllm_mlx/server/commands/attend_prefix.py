@@ -91,6 +91,7 @@ async def attend_prefix_store(context: Context, args: list[Arg]) -> Reply:
     -3,
     "Whether K and V of a layer are resident: HIT, COLD or MISS; with SHAPE also H, N and D.",
     syntax="sid layer [SHAPE]",
+    extensions=("SHAPE",),
 )
 def attend_prefix_lookup(context: Context, args: list[Arg]) -> Reply:
     given = arguments.options(args[3:], {"SHAPE": 0}, "ATTEND.PREFIX.LOOKUP")

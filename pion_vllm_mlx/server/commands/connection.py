@@ -196,7 +196,7 @@ def _doc(entry: Command) -> Map:
     if entry.extension:
         pairs.append(("doc_flags", [Simple("extension")]))
     if entry.syntax:
-        pairs.append(("arguments", documented(parse(entry.syntax))))
+        pairs.append(("arguments", documented(parse(entry.syntax), entry.extensions)))
     return Map(pairs)
 
 

@@ -201,6 +201,7 @@ def _write(request: ExportRequest, path: Path) -> int:
     -8,
     "Writes rows of both sides to a safetensors file; its path, for clients on this host.",
     syntax="k_sid v_sid start end n_layers n_heads head_dim [FMT STORED]",
+    extensions=("FMT",),
     kvcache=True,
     home="session",
     keys=(1, 2),

@@ -86,6 +86,7 @@ def same_schema(session: Session, record: Create) -> bool:
     "Creates the K and V sessions of a namespace, or finds them; BLOCKS and PREFILL_MS replace.",
     syntax="ns kv_dim format [BLOCKS block_size count hashes] [PREFILL_MS ms] [HEADS heads] "
     "[LEAVES json]",
+    extensions=("HEADS", "LEAVES"),
     write=True,
     kvcache=True,
     keys=(1, 1),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 
 from pion_vllm_mlx.errors import CommandError
@@ -14,66 +12,21 @@ from pion_vllm_mlx.server.attention.slots import Key
 from pion_vllm_mlx.server.attention.warming import LayerPair
 from pion_vllm_mlx.server.command import Reply, command
 from pion_vllm_mlx.server.commands.attend_prefix import MAX_LAYER, dim_of, heads_of
+from pion_vllm_mlx.server.commands.kv_prefix_chain import Asked, split_chain, warm_chain
+from pion_vllm_mlx.server.commands.kv_prefix_whole import ATTEMPTS, NOT_FOUND, WHERE, Whole
 from pion_vllm_mlx.server.session import Context
-from pion_vllm_mlx.server.store.index import Session, StateBlob
+from pion_vllm_mlx.server.store.index import Session
 from pion_vllm_mlx.server.store.verifying import verified
 from pion_vllm_mlx.wire.resp import Arg, Simple
-
-WHERE = "KV.PREFIX.WARM"
-_NOT_FOUND = f"{WHERE} session not found"
-#: how often rows are read again that were moved or replaced while they were read.
-_ATTEMPTS = 5
-#: where the completion record of a namespace lies among its states.
-_RECORD_LAYER = 65_535
-
-
-@dataclass(frozen=True)
-class Whole:
-    """What a layer has to be to become resident; 0 tokens and no record: anything."""
-
-    namespace: bytes
-    tokens: int
-    record: StateBlob | None
-
-    @classmethod
-    async def of(cls, context: Context, namespace: bytes, given: Mapping[str, list[Arg]]) -> Whole:
-        """From TOKENS and RECORD. Raises CommandError where the record is another one."""
-        tokens = arguments.given_integer(given, "TOKENS", 1, arguments.MAX_TOKENS)
-        if "RECORD" not in given:
-            return cls(namespace, tokens, None)
-        wanted = arguments.given_word(given, "RECORD").lower()
-        record = context.state.states.get(namespace, {}).get(_RECORD_LAYER)
-        if record is None:
-            raise CommandError(f"{WHERE}: the namespace has no completion record")
-        try:
-            digest = await context.store.run(partial(warming.state_digest, record))
-        except OSError as error:
-            raise CommandError(f"{WHERE}: the record cannot be read: {error.strerror}") from error
-        if digest.encode() != wanted:
-            raise CommandError(f"{WHERE}: the namespace has another completion record")
-        return cls(namespace, tokens, record)
-
-    def check(self, context: Context, layer: int, resident: Resident) -> None:
-        """Raise CommandError for a layer that was not read whole under this record.
-
-        Rows are stored in order, and a sliding layer has none of the first tokens: what
-        tells a half is its end. Queries that would see a gap are refused by the slot.
-        """
-        if self.tokens and resident.tokens != self.tokens:
-            raise CommandError(
-                f"{WHERE}: layer {layer} holds {resident.tokens} tokens, not {self.tokens}"
-            )
-        if self.record is not None:
-            now = context.state.states.get(self.namespace, {}).get(_RECORD_LAYER)
-            if now is not self.record:
-                raise CommandError(f"{WHERE}: the prefix was replaced meanwhile")
 
 
 @command(
     "KV.PREFIX.WARM",
     -4,
     "Makes the stored rows of a namespace resident for attention; how many layers.",
-    syntax="ns heads dim [attend_sid [LAYER layer] [TOKENS n] [RECORD sha256]]",
+    syntax="ns heads dim [attend_sid [LAYER layer] [TOKENS n] [RECORD sha256] "
+    "[CHAIN count [(ancestor rows record)...]]]",
+    extensions=("LAYER", "TOKENS", "RECORD", "CHAIN"),
     kvcache=True,
     home="namespace",
     keys=(1, 1),
@@ -81,15 +34,19 @@ class Whole:
     grows=True,
 )
 async def kv_prefix_warm(context: Context, args: list[Arg]) -> Reply:
-    given = arguments.options(args[5:], {"LAYER": 1, "TOKENS": 1, "RECORD": 1}, WHERE)
+    words, chain = split_chain(args[5:])
+    given = arguments.options(words, {"LAYER": 1, "TOKENS": 1, "RECORD": 1}, WHERE)
     only = arguments.given_integer(given, "LAYER", 0, MAX_LAYER) if "LAYER" in given else None
     namespace = arguments.sid(args[1])
     heads, dim = heads_of(args[2], "H"), dim_of(args[3])
     check_dim(dim)
     target = _target(context, namespace, args[4:5])
+    if chain is not None:
+        asked = Asked(namespace, target, heads, dim, only)
+        return await warm_chain(context, asked, given, chain)
     sides = context.sides(namespace)
     if len(sides) < 2 or not await verified(context.store, sides):
-        raise CommandError(_NOT_FOUND)
+        raise CommandError(NOT_FOUND)
     whole = await Whole.of(context, namespace, given)
     fitting, others = _fitting(sides, heads, dim, only)
     _check_budget(context, target, fitting, dim)
@@ -147,7 +104,7 @@ async def _read(
     attention = context.server.attention
     dtype = attention.settings.dtype
     keys, values = sides
-    for _ in range(_ATTEMPTS):
+    for _ in range(ATTEMPTS):
         failed: OSError | None = None
         resident: Resident | None = None
         try:
@@ -156,7 +113,7 @@ async def _read(
         except OSError as error:
             failed = error
         if any(context.live(side.sid) is not side for side in sides):
-            raise CommandError(_NOT_FOUND)
+            raise CommandError(NOT_FOUND)
         now_keys, now_values = keys.layers.get(pair.layer), values.layers.get(pair.layer)
         if now_keys is None or now_values is None:
             break

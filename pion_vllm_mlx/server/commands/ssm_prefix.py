@@ -136,6 +136,7 @@ async def _from_memory(
     -4,
     "Stores opaque bytes under a session and layer.",
     syntax="sid layer blob [CRC crc32c]",
+    extensions=("CRC",),
     write=True,
     keys=(1, 1),
     tenant=True,

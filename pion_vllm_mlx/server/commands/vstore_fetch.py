@@ -247,6 +247,7 @@ async def _by_id(context: Context, session: Session, layer: int, ids: list[int])
     "Rows of a session by token id, of a range, or of all layers; nil for a layer without rows.",
     syntax="sid (layer token_id...|layer RANGE start end [FMT (NATIVE|STORED)] [LAYOUT "
     "(HND|NHD)]|BATCH start end [n_layers] [FMT (NATIVE|STORED)] [LAYOUT (HND|NHD)])",
+    extensions=("STORED", "LAYOUT"),
     kvcache=True,
     home="session",
     keys=(1, 1),

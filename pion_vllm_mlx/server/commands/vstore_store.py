@@ -15,6 +15,7 @@ from pion_vllm_mlx.wire.resp import Arg, Simple
     -6,
     "Stores consecutive rows of one layer; without FMT they come as fp32.",
     syntax="sid layer start rows blob [FMT (F16|STORED)] [LAYOUT (HND|NHD)] [CRC crc32c]",
+    extensions=("STORED", "LAYOUT", "CRC"),
     write=True,
     kvcache=True,
     home="session",

@@ -14,10 +14,12 @@ import numpy as np
 import pytest
 
 from pion_vllm_mlx.errors import ConfigError
+from pion_vllm_mlx.kernels import paging
+from pion_vllm_mlx.kernels.prefix import Prefix
 from pion_vllm_mlx.server.attention import placement
 from pion_vllm_mlx.server.attention.cache import AttentionCache, AttentionSettings
 from pion_vllm_mlx.server.attention.requests import Auto, Dense, Request, Sizes, Sparse
-from pion_vllm_mlx.server.attention.resident import Shape
+from pion_vllm_mlx.server.attention.resident import Resident, Shape
 from pion_vllm_mlx.server.attention.slots import Key
 from tests.server.attention import oracle
 from tests.server.attention.asking import normal
@@ -33,6 +35,47 @@ async def here(work: Callable[[], Any]) -> Any:
 async def answers(cache: AttentionCache, requests: list[Request]) -> list[Any]:
     await cache.store(KEY, Shape(2, 130, 64), KEYS.tobytes(), VALUES.tobytes())
     return list(await asyncio.gather(*(cache.query(KEY, request) for request in requests)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "mlx"])
+def test_blocks_are_shared_wherever_k_and_v_are_kept(device: str) -> None:
+    pytest.importorskip("mlx.core")
+    more = [normal(seed, 2, 70, 64) for seed in range(6, 10)]
+    sides = [
+        (KEYS, VALUES),
+        *(
+            (np.concatenate(pair, axis=1) for pair in zip((KEYS, VALUES), own, strict=True))
+            for own in (more[:2], more[2:])
+        ),
+    ]
+    whole = [(np.ascontiguousarray(k), np.ascontiguousarray(v)) for k, v in sides]
+
+    async def work() -> tuple[list[int], list[Any]]:
+        cache = AttentionCache(AttentionSettings(), here)
+        cache.device = device
+        sizes, found = [], []
+        for number, (keys, values) in enumerate(whole):
+            prefix = Prefix(keys, values, keys.shape[1])
+            made = Resident(prefix, family=paging.first_block(prefix))
+            await cache.put_shared(Key(b"%d" % number, 0), made, [b"ns"], lambda laid: None)
+            sizes.append(cache.slots.nbytes)
+        for number in range(3):
+            asked = Dense(Sizes("X", 2, 2, 64, 0), normal(3, 2, 2, 64), None)
+            found += await cache.query(Key(b"%d" % number, 0), asked)
+        hosts = {cache.slots.find(Key(b"%d" % n, 0)).held.prefix.is_host for n in range(3)}
+        assert hosts == {device == "cpu"}
+        # the second one goes, and takes two blocks along
+        cache.put(Key(b"1", 0), cache.slots.find(Key(b"0", 0)).held)
+        sizes.append(cache.slots.nbytes)
+        cache.close()
+        return sizes, found
+
+    sizes, found = asyncio.run(work())
+    block = 2 * 2 * 64 * 64 * 4
+    assert sizes == [130 * block // 64, 3 * block + 2 * block, 5 * block + 2 * block, 5 * block]
+    for (keys, values), out in zip(whole, found, strict=True):
+        wanted, _ = oracle.dense(normal(3, 2, 2, 64), keys, values)
+        np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
 from pion_vllm_mlx.errors import ColdMiss, OutOfMemory
+from pion_vllm_mlx.server.attention.shared_blocks import BlockPool, Share
 from pion_vllm_mlx.server.attention.slots import Key, Slot, SlotTable
 from pion_vllm_mlx.server.memory.attend_index import NotStored
 
@@ -20,6 +22,7 @@ class Rows:
     heads: int = 1
     tokens: int = 1
     dim: int = 32
+    share: Share | None = None
 
     @property
     def nbytes(self) -> int:
@@ -30,12 +33,18 @@ class Rows:
             self.derived = 0
 
 
+def of_a_pool(pool: BlockPool, *blocks: int) -> Slot[Rows]:
+    """A slot that has nothing but blocks of a pool."""
+    share = Share(pool, np.array(blocks, np.int32))
+    return Slot(Rows(share.nbytes, share=share))
+
+
 def key(number: int, owner: str = "s") -> Key:
     return Key(f"{owner}:{number}".encode(), 0)
 
 
 def slot(nbytes: int = 10, source: bytes = b"") -> Slot[Rows]:
-    return Slot(Rows(nbytes), source)
+    return Slot(Rows(nbytes), (source,) if source else ())
 
 
 def states(table: SlotTable[Rows], *numbers: int) -> list[str]:
@@ -217,3 +226,54 @@ def test_a_shape_is_told_of_what_is_warm_and_of_what_was() -> None:
     table.put(key(1), slot())
     assert table.state(key(0)) == "COLD" and table.shape(key(0)) == shape != (0, 0, 0)
     assert table.shape(key(2)) == (0, 0, 0)
+
+
+def test_shared_blocks_count_once_and_come_free_with_the_last_of_their_slots() -> None:
+    table: SlotTable[Rows] = SlotTable(budget=1000)
+    loose: list[BlockPool] = []
+    table.on_loose = loose.append
+    pool = BlockPool(6, 100)
+    table.put(key(0), of_a_pool(pool, 0, 1, 2))
+    table.put(key(1), of_a_pool(pool, 0, 1, 3))
+    table.put(key(2), of_a_pool(pool, 0, 4, 5))
+    table.put(key(3), slot(50))
+    assert table.nbytes == 650 and not pool.is_loose and not loose
+    table.put(key(4), slot(400))  # 1,050: the first one has 100 that nobody else has
+    assert states(table, 0, 1, 2, 3, 4) == ["COLD", "HIT", "HIT", "HIT", "HIT"]
+    assert table.nbytes == 950 and loose == [pool] and pool.is_loose
+    # laid out again
+    tight = BlockPool(5, 100)
+    table.exchange(table.find(key(1)), of_a_pool(tight, 0, 1, 2).held)
+    table.exchange(table.find(key(2)), of_a_pool(tight, 0, 3, 4).held)
+    assert table.nbytes == 950 and not tight.is_loose and not pool.slots
+    table.put(key(2), slot(1))
+    assert table.nbytes == 751 and loose == [pool, tight]
+    table.forget([key(1).sid])
+    assert table.nbytes == 451 and not tight.slots
+
+
+def test_memory_that_is_wanted_is_that_of_whole_pools() -> None:
+    table: SlotTable[Rows] = SlotTable()
+    pool = BlockPool(4, 100)
+    table.put(key(0), of_a_pool(pool, 0, 1, 2))
+    table.put(key(1), of_a_pool(pool, 0, 1, 3))
+    table.put(key(2), slot(30))
+    table.put(key(3), slot(30))
+    table.spare(1)  # the first one alone would leave all of its pool in memory
+    assert states(table, 0, 1, 2, 3) == ["COLD", "COLD", "HIT", "HIT"]
+
+
+def test_of_an_owner_shared_blocks_weigh_once() -> None:
+    table: SlotTable[Rows] = SlotTable(budget=1000)
+    table.owner = lambda sid: sid.partition(b":")[0]
+    table.quota = lambda owner: 0 if owner == b"big" else 500
+    pool = BlockPool(5, 100)
+    table.put(key(0), of_a_pool(pool, 0, 1, 2, 3))
+    table.put(key(1), of_a_pool(pool, 0, 1, 2, 4))
+    assert table.nbytes == 500
+    table.put(key(0, "big"), slot(450))
+    assert states(table, 0, 1) == ["HIT", "HIT"]
+    table.put(key(1, "big"), slot(60))  # 1,010: the owner with 510 gives, not the one with 500
+    assert states(table, 0, 1) == ["HIT", "HIT"] and table.state(key(0, "big")) == "COLD"
+    table.put(key(2), slot(100))  # past the quota
+    assert states(table, 0, 1, 2) == ["COLD", "HIT", "HIT"] and table.nbytes == 560
