@@ -15,11 +15,12 @@ dtype           a list of ``fp32``, ``fp16``, ``bf16``: K and V, or their scales
 quantized       true or false: whether K and V are groups of codes
 ==============  ===================================================================
 
-The rules of ``cuda`` that name ``mlx`` stand for rows of ``batched`` in the results of
-``benchmarks/reproducers/kernels.py --device cuda``: where many query rows share a KV head and
-tensor cores are not used, the expression is faster, up to twice; ``tests/kernels/test_choice.py``
-compares them row by row. mlx's own attention is not among the kernels: it gives no log-sum-exp,
-and wants Q, and returns its output, in the type of K and V, where ours are float32.
+The rule of ``cuda`` that names ``mlx`` stands for rows of ``batched`` in the results of
+``benchmarks/reproducers/kernels.py --device cuda``: where many query rows of 512 values share a KV
+head, the expression takes half as long; ``tests/kernels/test_choice.py`` compares them row by row.
+They are measured as servers run, without TF32: with it the expression would be faster in more
+rows, and lose bits that float32 has.  mlx's own attention is not among the kernels: it gives no
+log-sum-exp, and wants Q, and returns its output, in the type of K and V, where ours are float32.
 
 ``PION_KERNEL`` names one implementation for everything, whatever the table says; arrays of the
 other kind are converted for it, which is slow and meant for tests.

@@ -88,7 +88,7 @@ def decided(request: Request, device: str) -> str:
     return next(rule.kernel for rule in table() if rule.fits(request, lambda: device))
 
 
-WIDE = replace(BATCH, head_dim=256)
+WIDE = replace(BATCH, head_dim=512)
 SINGLE = replace(BATCH, dtype="fp32")
 DECIDED: list[tuple[Request, str, str]] = [
     (HOST, "metal", "cpu"),
@@ -99,19 +99,14 @@ DECIDED: list[tuple[Request, str, str]] = [
     (replace(BATCH, dtype="fp16"), "cuda", "cuda"),
     (WIDE, "cuda", "mlx"),
     (replace(WIDE, operation="fused"), "cuda", "mlx"),
-    (replace(WIDE, head_dim=512), "cuda", "mlx"),
+    (replace(WIDE, head_dim=256), "cuda", "cuda"),
     (replace(WIDE, num_rows=32), "cuda", "cuda"),
     (replace(WIDE, num_tokens=2048), "cuda", "mlx"),
     (replace(WIDE, num_tokens=2047), "cuda", "cuda"),
-    (replace(WIDE, head_dim=192), "cuda", "mlx"),
-    (replace(WIDE, head_dim=160), "cuda", "cuda"),
-    (replace(WIDE, head_dim=192, num_tokens=2048), "cuda", "cuda"),
     (replace(WIDE, quantized=True), "cuda", "cuda"),
     (replace(WIDE, operation="blocks"), "cuda", "cuda"),
-    (SINGLE, "cuda", "mlx"),
-    (replace(SINGLE, operation="fused"), "cuda", "mlx"),
+    (SINGLE, "cuda", "cuda"),
     (replace(SINGLE, num_rows=32), "cuda", "cuda"),
-    (replace(SINGLE, num_tokens=2048), "cuda", "cuda"),
     (replace(SINGLE, quantized=True), "cuda", "cuda"),
     (ASKED, "cpu", "cpu"),
     (ASKED, "elsewhere", "mlx"),
