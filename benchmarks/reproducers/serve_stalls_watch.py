@@ -49,6 +49,7 @@ PLACES = (
     ("cache.mapped_files", "MappedFiles.__init__"),
     ("cache.evaluation", "settle"),
     ("cache.beside", "_let_go"),
+    ("cache.pace", "Pace.wait"),
 )
 SERVED = (
     ("serve.lineage_cache", "LineageCache.look_up"),

@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
+from pion_vllm_mlx.cache.pace import Pace, between_pieces, keep_pace
+
 #: a request waits so many deadlines for others to be looked up, then it goes on without.
 MOST_DEADLINES = 10
 BUSY = "the store did not get to it in time"
@@ -31,7 +33,9 @@ T = TypeVar("T")
 class Beside:
     """One thread, which starts with the first thing that it is given."""
 
-    def __init__(self) -> None:
+    def __init__(self, pace: Pace | None = None) -> None:
+        """``pace`` is that of the thread that generates."""
+        self._pace = pace
         self._given: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -65,6 +69,7 @@ class Beside:
                 self._thread.start()
 
     def _loop(self) -> None:
+        keep_pace(self._pace)
         while (given := self._given.get()) is not None:
             future, call = given
             if future.set_running_or_notify_cancel():
@@ -78,6 +83,7 @@ class Beside:
 
 def _let_go(things: list[Any]) -> None:
     while things:
+        between_pieces()
         things.pop()
 
 

@@ -22,6 +22,7 @@ from pion_vllm_mlx.cache import evaluation
 from pion_vllm_mlx.cache.completion import Run
 from pion_vllm_mlx.cache.leaf import Side
 from pion_vllm_mlx.cache.mapped_files import MappedFiles, RowsInFile
+from pion_vllm_mlx.cache.pace import between_pieces, in_company
 from pion_vllm_mlx.cache.store_client import missing
 from pion_vllm_mlx.errors import StoreUnavailable
 
@@ -30,6 +31,9 @@ SPARE_ROWS = 256
 
 MOST_SPARE_ROWS = 1024
 """A mapped run that is longer than what is wanted by more is cut: it would stay in memory."""
+
+_MOST_AHEAD = 4
+"""Buffers that are read before they move to a GPU, where somebody generates meanwhile."""
 
 _MOST_THREADS = 16
 """On 16 cores 268 MB into fresh memory of an H200 took 54 ms with 16, 100 ms with 8."""
@@ -134,17 +138,26 @@ class DirectRows:
                 _fill(_memory(buffer), reads)
             return
         jobs: list[Future[None]] = []
+        moved: list[mx.array] = []
         try:
             for buffer, reads in self._buffers:  # under CUDA a memory costs a copy: others are read
+                between_pieces()
                 jobs.append(_threads().submit(_fill, _memory(buffer), reads))
-            moved = []
-            for (buffer, _), job in zip(self._buffers, jobs, strict=True):
-                job.result()
-                if evaluation.on_cuda():
-                    moved.append(_on_its_way(buffer))
+                if in_company() and len(jobs) - len(moved) > _MOST_AHEAD:
+                    self._moved(jobs, moved)  # not all at once: a GPU that moves does nothing else
+            while len(moved) < len(jobs):
+                between_pieces()
+                self._moved(jobs, moved)
             mx.eval(moved)
         finally:
             wait(jobs)  # none may still write when this gives up
+
+    def _moved(self, jobs: Sequence[Future[None]], moved: list[mx.array]) -> None:
+        """Waits for the next buffer to be read; under CUDA it is on its way to the GPU then."""
+        number = len(moved)
+        jobs[number].result()
+        buffer, _ = self._buffers[number]
+        moved.append(_on_its_way(buffer) if evaluation.on_cuda() else buffer)
 
     def close(self) -> None:
         """Closes the files."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import threading
 from array import array
 from bisect import bisect_left, bisect_right, insort
@@ -26,6 +27,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from pion_vllm_mlx.cache.common_prefix import common_bytes
 from pion_vllm_mlx.cache.layers import cache_arrays, refuse_unknown
 from pion_vllm_mlx.errors import UnsupportedCache
 
@@ -301,17 +303,17 @@ def encode(tokens: Tokens) -> bytes:
             raise OverflowError
     except OverflowError as error:
         raise UnsupportedCache("token ids outside 32 bits (image tokens) are not cached") from error
-    return ids.astype(">u4").tobytes()
+    if ids.dtype != np.uint32:
+        ids = ids.astype(np.uint32)
+    swapped = array("I", ids.tobytes())  # numpy would let Python's lock go meanwhile
+    if sys.byteorder == "little":
+        swapped.byteswap()
+    return swapped.tobytes()
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
     """The number of leading tokens that two keys share."""
-    size = min(len(left), len(right))
-    if left[:size] == right[:size]:
-        return size // TOKEN_BYTES
-    a = np.frombuffer(left, dtype=">u4", count=size // TOKEN_BYTES)
-    b = np.frombuffer(right, dtype=">u4", count=size // TOKEN_BYTES)
-    return int(np.argmax(a != b))
+    return common_bytes(left, right) // TOKEN_BYTES
 
 
 def shortened(cache: Any, surplus: int) -> Any:

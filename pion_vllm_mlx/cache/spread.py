@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from pion_vllm_mlx.cache.beside import Blocking
+from pion_vllm_mlx.cache.pace import Pace
 
 Then = Callable[[], None]
 Sampler = Callable[[mx.array], mx.array]
@@ -32,6 +33,7 @@ CPU_BYTES = 4 << 20
 GPU_BYTES = 32 << 20
 #: what waits is done within about so many steps, however much it is.
 MOST_STEPS = 64
+_END = object()
 
 
 @dataclass
@@ -48,6 +50,8 @@ class Spread:
     def __init__(self) -> None:
         gpu = mx.default_device().type == mx.DeviceType.gpu
         self.least_bytes = GPU_BYTES if gpu else CPU_BYTES
+        #: when the threads beside this one may work
+        self.pace = Pace()
         self._parts: deque[_Part] = deque()
         self._waiting_bytes = 0
         self._jobs: deque[Then] = deque()
@@ -76,24 +80,20 @@ class Spread:
         else:
             self._jobs.append(job)
 
-    def store(self, keeping: Callable[[], Any], blocking: Blocking, guarded: Guard) -> None:
-        """Has caches stored, in two steps of their own: what is new is found, then it is taken.
+    def store(self, keeping: Iterator[None], blocking: Blocking, guarded: Guard) -> None:
+        """Has caches stored, in steps of their own: what is new is found, then it is taken.
 
-        ``keeping`` is a lineage store's method of that name, its arguments given; how long the
-        two take is noted as ``store`` and ``take``.
+        ``keeping`` is what a lineage store's method of that name gives; how long a step takes is
+        noted as ``store``, that of the others as ``take``.
         """
 
-        def take(taking: Callable[[], Any]) -> None:
-            with blocking.measured("take"):
-                guarded(taking, False)
+        def step(name: str) -> None:
+            with blocking.measured(name):
+                goes_on = guarded(lambda: next(keeping, _END) is not _END, False)
+            if goes_on:
+                self.one_a_step(partial(step, "take"), first=True)
 
-        def store() -> None:
-            with blocking.measured("store"):
-                taking = guarded(keeping, None)
-            if taking is not None:
-                self.one_a_step(partial(take, taking), first=True)
-
-        self.one_a_step(store)
+        self.one_a_step(partial(step, "store"))
 
     def work(self, begun: bool) -> None:
         """Does the next job, unless a request has ``begun`` since the last step.
@@ -120,6 +120,7 @@ class Spread:
     def carried(self, sampled: mx.array) -> mx.array:
         """The same tokens, which depend on the next piece: once a step."""
         self._sampled = True
+        self.pace.step()
         if self._carrying or not self._parts:
             return sampled
         self._carrying = True

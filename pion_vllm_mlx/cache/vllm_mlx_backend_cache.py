@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 from pion_vllm_mlx.cache.beside import Beside, Blocking
@@ -51,7 +50,8 @@ class PionPrefixCache:
         whole_only = settings.options is not None and not (
             settings.options.checkpoints and ClientSwitches.from_environment().lineage
         )
-        self._beside = Beside()
+        self.spread = Spread()
+        self._beside = Beside(self.spread.pace)
         self._live = LiveTier(
             limit, int(config.max_entries), discard=self._discard, whole_only=whole_only
         )
@@ -70,7 +70,6 @@ class PionPrefixCache:
         self.last_miss: Miss | None = None
         self.prefill_tokens_per_second = 0.0
         self.blocking = Blocking()
-        self.spread = Spread()
         #: whether the steps of a batch carry what is in ``spread``; else it is done at once.
         self.in_steps = False
         self._ahead = ReadAhead(self._beside)
@@ -225,8 +224,9 @@ class PionPrefixCache:
             stores = store is not None and not (reply and self.recurrent)
             if store is not None and stores:
                 # what a batch hands over is nobody else's; an image model's may be written to
-                take = partial(store.keeping, given=self.in_steps, schedule=self.spread.add)
-                self.spread.store(partial(take, tokens, caches, kind), self.blocking, guarded)
+                given, schedule = self.in_steps, self.spread.add
+                steps = store.keeping(tokens, caches, kind, given=given, schedule=schedule)
+                self.spread.store(steps, self.blocking, guarded)
             if not self.in_steps:
                 self.spread.finish()
             return live or stores
@@ -302,6 +302,7 @@ class PionPrefixCache:
             if self.settings.options is not None:
                 try:
                     self._store = LineageStore(self.model, self.settings.options)
+                    self._store.keep_pace(self.spread.pace)
                     self._store.connect()  # the first look-up has not so much time
                     self.prefill_tokens_per_second = self._store.prefill_rate
                 except PionError as reason:

@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from pion_vllm_mlx.cache.common_prefix import copied_ids
 from pion_vllm_mlx.cache.completion import token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.padding import pads_wrongly
@@ -157,7 +158,7 @@ class PrefillWatch:
             return
         self._steps.busy()
         replied = np.array([*request.output_token_ids, response.token], np.uint32)
-        ids = np.concatenate([lookup_of(request).ids, replied])
+        ids = copied_ids(lookup_of(request).ids, replied)
         cache.keep(ids, response.prompt_cache, reply=True)
 
     def _prefilled(self) -> tuple[int, float]:

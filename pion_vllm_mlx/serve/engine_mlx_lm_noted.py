@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from pion_vllm_mlx.cache.beside import Blocking
+from pion_vllm_mlx.cache.common_prefix import copied_ids
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage import LineageStore
 from pion_vllm_mlx.cache.lineage.growing import Grown
@@ -107,4 +108,4 @@ class Noted:
         return len(self._generated)
 
     def _ids(self) -> TokenIds:
-        return np.concatenate([self._plan.ids, np.array(self._generated, np.uint32)])
+        return copied_ids(self._plan.ids, np.array(self._generated, np.uint32))

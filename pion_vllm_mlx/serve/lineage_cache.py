@@ -70,9 +70,9 @@ class LineageCache:
         self._told: set[str] = set()
         self._pending: Plan | None = None
         self._open: weakref.WeakSet[Plan] = weakref.WeakSet()
-        self._beside = Beside()
-        self._ahead = ReadAhead(self._beside)
         self.spread = Spread()
+        self._beside = Beside(self.spread.pace)
+        self._ahead = ReadAhead(self._beside)
         self.blocking = Blocking()
         self.prefilling = Rate()
         self.last_miss: Missed | None = None
@@ -107,6 +107,7 @@ class LineageCache:
         self._store = store = LineageStore(model, self._options, draft_model=draft_model)
         if store.bypass is not None:
             return
+        store.keep_pace(self.spread.pace)
         states = MAX_CHECKPOINTS if store.wants_cuts else 1
         self._live = LiveTier(
             self._limits.live_bytes(),
@@ -345,8 +346,9 @@ class LineageCache:
 
         # A reply's recurrent state would be a second state a turn: it stays in this process.
         if not (reply and tiers.recurrent):
-            given = partial(tiers.store.keeping, given=True, schedule=self.spread.add)
-            self.spread.store(partial(given, ids, caches, kind), self.blocking, guarded)
+            schedule = self.spread.add
+            steps = tiers.store.keeping(ids, caches, kind, given=True, schedule=schedule)
+            self.spread.store(steps, self.blocking, guarded)
 
     def _put(
         self, tiers: Tiers, ids: TokenIds, caches: list[Any], kind: str, lacking: list[Any]

@@ -21,7 +21,12 @@ from pion_vllm_mlx.cache.beside import Beside  # noqa: E402
 from pion_vllm_mlx.cache.layers import cache_arrays  # noqa: E402
 from pion_vllm_mlx.cache.lineage import LineageOptions, bringing, kept  # noqa: E402
 from pion_vllm_mlx.cache.lineage.capture import Since, capture, captured_of  # noqa: E402
-from pion_vllm_mlx.cache.lineage.lending import bytes_of, lend, lend_copies  # noqa: E402
+from pion_vllm_mlx.cache.lineage.lending import (  # noqa: E402
+    bytes_of,
+    done_now,
+    lend,
+    lend_copies,
+)
 from pion_vllm_mlx.cache.lineage.shape import Shape  # noqa: E402
 from pion_vllm_mlx.cache.spread import MOST_ARRAYS, Spread  # noqa: E402
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import Ends  # noqa: E402
@@ -185,7 +190,7 @@ def test_copies_of_what_is_new_are_what_capture_takes(family: str, since: Since)
     shape = Shape.of(model, None, 8 if quantized else None, 32)
     if quantized:
         caches = [cache.to_quantized(group_size=32, bits=8) for cache in caches]
-    lent = lend_copies(caches, since.rows)
+    lent = done_now(lend_copies(caches, since.rows))
     mx.eval(lent.raw)
     found = captured_of(lent, 150, since, shape, None)
     wanted = capture(caches, 150, since, shape, None)

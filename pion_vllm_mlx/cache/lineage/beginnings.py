@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.lineage.blocks import common_tokens
 
 
 class Beginnings:
@@ -16,7 +15,7 @@ class Beginnings:
 
     def expect(self, ids: TokenIds) -> None:
         """Prompts will begin with ``ids``."""
-        others = tuple(one for one in self._known if not np.array_equal(one, ids))
+        others = tuple(one for one in self._known if not _same(one, ids))
         self._known = (*others, ids)[-self._most :]
 
     def longest(self, ids: TokenIds) -> int:
@@ -24,6 +23,10 @@ class Beginnings:
         fits = [
             one.size
             for one in self._known
-            if one.size < ids.size and np.array_equal(ids[: one.size], one)
+            if one.size < ids.size and common_tokens(one, ids) == one.size
         ]
         return max(fits, default=0)
+
+
+def _same(one: TokenIds, other: TokenIds) -> bool:
+    return one.size == other.size == common_tokens(one, other)

@@ -6,14 +6,16 @@ import hashlib
 
 import numpy as np
 
+from pion_vllm_mlx.cache.common_prefix import common_bytes
 from pion_vllm_mlx.cache.completion import TokenIds
 
 BLOCK_TOKENS = 64
 DIGEST_BYTES = 12
 FIRST_TOKENS = 16
 """A root is also found by its first tokens: prompts shorter than a block have no hash."""
-_COMPARED_TOKENS = 8192
-"""Compared at a time: what comes behind a difference is not looked at."""
+TOKEN_BYTES = 4
+_FIRST_COMPARED = 64
+"""Tokens that are compared first: prompts part early, or late."""
 
 
 def block_digests(tokens: TokenIds) -> list[bytes]:
@@ -45,9 +47,6 @@ def own_blocks(tokens: TokenIds, base: int, end: int) -> list[tuple[str, int]]:
 def common_tokens(left: TokenIds, right: TokenIds) -> int:
     """How many tokens two runs have in common from their start."""
     count = min(left.size, right.size)
-    for first in range(0, count, _COMPARED_TOKENS):
-        last = min(first + _COMPARED_TOKENS, count)
-        differing = left[first:last] != right[first:last]
-        if differing.any():
-            return first + int(np.argmax(differing))
-    return count
+    if left[:_FIRST_COMPARED].tobytes() != right[:_FIRST_COMPARED].tobytes():
+        count = min(count, _FIRST_COMPARED)
+    return common_bytes(left[:count].tobytes(), right[:count].tobytes()) // TOKEN_BYTES

@@ -19,7 +19,15 @@ from pion_vllm_mlx.cache.lineage.budget import OverBudget
 from pion_vllm_mlx.cache.lineage.capture import Captured, Since, Taken, capture, captured_of
 from pion_vllm_mlx.cache.lineage.client import LineageClient
 from pion_vllm_mlx.cache.lineage.growing import Grown, together
-from pion_vllm_mlx.cache.lineage.lending import Schedule, at_once, can_be_lent, lend, lend_copies
+from pion_vllm_mlx.cache.lineage.lending import (
+    Schedule,
+    Steps,
+    at_once,
+    can_be_lent,
+    done_now,
+    lend,
+    lend_copies,
+)
 from pion_vllm_mlx.cache.lineage.plan import Job
 from pion_vllm_mlx.cache.lineage.publish import Publisher
 from pion_vllm_mlx.cache.lineage.shape import Shape
@@ -74,8 +82,7 @@ class Kept(Stored):
         they were not taken: nothing new, the queue is full, a cache that does not fit. Never
         raises for a reason of the store.
         """
-        take = self.keeping(tokens, caches, kind, given=given, schedule=schedule)
-        return take is not None and take()
+        return done_now(self.keeping(tokens, caches, kind, given=given, schedule=schedule))
 
     def keeping(
         self,
@@ -85,31 +92,29 @@ class Kept(Stored):
         *,
         given: bool = False,
         schedule: Schedule = at_once,
-    ) -> Callable[[], bool] | None:
-        """``keep`` in two steps: what is left to do, on this thread, before anything else is kept.
+    ) -> Steps[bool]:
+        """``keep`` in steps, on this thread: before anything else is kept, once it has begun.
 
-        None where nothing is.
+        First is found out what is new, with the others it is taken.
         """
         ids, why = token_ids(tokens)
         if ids is None or self._bypass is not None or ids.size < self._least:
             self._counters.add("not_kept", why=why or self._bypass or "the prompt is too short")
-            return None
+            return False
         since, known = self._recent.since(ids)
         if since.rows == since.fresh == ids.size and (known or not self._shape.stateful):
             self._counters.add("known")
-            return None
+            return False
         anchor = self._anchors.longest(ids)
         anchor = anchor if since.rows < anchor else 0  # else it is stored, or inside of something
-
-        def take() -> bool:
-            try:
-                taken = self._taken(caches, int(ids.size), since, given)
-            except UnsupportedCache as error:
-                self._faults.refused(error)
-                return False
-            return self._queued(ids, kind, taken, anchor, schedule)
-
-        return take
+        yield
+        try:
+            taken = yield from self._taken(caches, int(ids.size), since, given)
+        except UnsupportedCache as error:
+            self._faults.refused(error)
+            return False
+        yield
+        return self._queued(ids, kind, taken, anchor, schedule)
 
     def growing(self, known: TokenIds, caches: Sequence[Any], length: int) -> Grown | None:
         """What is new in the caches of a reply, which hold ``length`` tokens and grow on.
@@ -123,7 +128,8 @@ class Kept(Stored):
             return None
         since, _ = self._recent.since(known)
         try:
-            return Grown(self._taken(caches, length, since, given=False), since, length)
+            taken = done_now(self._taken(caches, length, since, given=False))
+            return Grown(taken, since, length)
         except UnsupportedCache as error:
             self._faults.refused(error)
             return None
@@ -146,12 +152,12 @@ class Kept(Stored):
     def _least(self) -> int:
         return max(self.options.min_gain, FIRST_TOKENS)
 
-    def _taken(self, caches: Sequence[Any], length: int, since: Since, given: bool) -> Taken:
-        """What the background thread is to have of caches."""
+    def _taken(self, caches: Sequence[Any], length: int, since: Since, given: bool) -> Steps[Taken]:
+        """What the background thread is to have of caches. Raises UnsupportedCache."""
         shape, vquant = self._shape, self.options.vquant
         if given:
             whole = can_be_lent()
-            lent = lend(caches) if whole else lend_copies(caches, since.rows)
+            lent = lend(caches) if whole else (yield from lend_copies(caches, since.rows))
             new = lent.num_bytes * (length - since.rows) // length if whole else lent.num_bytes
             found = partial(captured_of, lent, length, since, shape, vquant)
             return Taken(lent.raw, found, new)

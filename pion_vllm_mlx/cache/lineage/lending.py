@@ -7,18 +7,28 @@ them by the buffer protocol alone: it needs no stream, and no array that anybody
 Only for caches that nobody writes to any more: a live one that is lent would be copied whole
 by MLX before the next token is written into it. Under CUDA, where looking at an array moves all
 of it to the host, ``lend_copies`` has the new rows copied, and the copies are looked at.
+
+``lend_copies`` is done in steps, between which others may have their next token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache
 
 from pion_vllm_mlx.cache.layers import cache_arrays
+
+#: of one step, at most.
+ARRAYS_A_STEP = 16
+
+T = TypeVar("T")
+
+Steps = Generator[None, None, T]
+"""Something that is done a bounded amount at a time, and what comes of it."""
 
 Schedule = Callable[[Sequence[mx.array], Callable[[], None]], None]
 """Has arrays computed on this thread, and calls something when all are scheduled."""
@@ -28,6 +38,16 @@ def at_once(arrays: Sequence[mx.array], then: Callable[[], None]) -> None:
     """Schedules all arrays now."""
     mx.async_eval(list(arrays))  # type: ignore[no-untyped-call]
     then()
+
+
+def done_now(steps: Steps[T]) -> T:
+    """All steps, one after the other."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            found: T = end.value
+            return found
 
 
 @dataclass(frozen=True)
@@ -73,22 +93,28 @@ def lend(caches: Sequence[Any]) -> Lent:
     return Lent(own, {id(array): Place(bytes_of(array)) for array in cache_arrays(own)})
 
 
-def lend_copies(caches: Sequence[Any], rows: int) -> Lent:
+def lend_copies(caches: Sequence[Any], rows: int) -> Steps[Lent]:
     """``lend``, of copies: of plain rows only those from token ``rows`` on, of others all.
 
     Lazy too. The rows of like layers are copied in one go: what counts is the number of calls.
     """
     lent = Lent(list(_shells(caches)), {})
     alike: dict[tuple[int, int, mx.Dtype], list[tuple[int, mx.array]]] = {}
+    count = 0
     for cache in lent.caches:
         plain = type(cache) in (KVCache, QuantizedKVCache)
         for array in cache_arrays([cache]):
+            if count and count % ARRAYS_A_STEP == 0:
+                yield
+            count += 1
             if not plain:
                 lent.places[id(array)] = Place(bytes_of(mx.contiguous(array)))
             elif rows < cache.offset:
                 new = array[:, :, rows : cache.offset]
                 kind = (cache.offset, array.shape[3], array.dtype)
                 alike.setdefault(kind, []).append((id(array), new))
+    if count > ARRAYS_A_STEP:
+        yield
     for group in alike.values():
         first, *others = (new for _, new in group)
         raw = bytes_of(mx.concatenate([mx.contiguous(first), *others], axis=1))

@@ -12,7 +12,8 @@ import math
 import threading
 import time
 import weakref
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from pion_vllm_mlx.cache.completion import TokenIds
 from pion_vllm_mlx.cache.lineage.blocks import FIRST_TOKENS, common_tokens
@@ -26,59 +27,82 @@ was measured is noted."""
 _MOST_NAMES = 1024
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Entry:
-    """``rows`` and ``fresh`` as in Since; ``points`` are lengths whose state is stored."""
+    """``rows`` and ``fresh`` as in Since; ``points`` are lengths whose state is stored.
+
+    ``head`` are the first tokens, as bytes.
+    """
 
     tokens: TokenIds
+    head: bytes
     rows: int
     fresh: int
-    points: set[int] = field(default_factory=set)
+    points: frozenset[int]
 
 
 class Recent:
-    """The latest prompts of one model. Thread-safe."""
+    """The latest prompts of one model. Thread-safe; who reads waits for nobody.
+
+    What is known is replaced as a whole: the thread that generates is not to wait for a lock
+    that another one holds while that waits for the interpreter.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entries: list[_Entry] = []
+        self._entries: tuple[_Entry, ...] = ()
 
     def note(self, tokens: TokenIds, rows: int, fresh: int, point: int | None) -> None:
         """``rows`` tokens of a prompt are stored, and the state at ``point``."""
-        with self._lock:
+
+        def noted(known: tuple[_Entry, ...]) -> tuple[_Entry, ...]:
+            head = _head(tokens)
             points = {point} if point is not None else set()
             stay = []
-            for entry in self._entries:
-                shared = _shared(entry.tokens, tokens)
+            for entry in known:
+                shared = _shared(entry, head, tokens)
                 points |= {length for length in entry.points if length <= shared}
                 if shared < entry.tokens.size:
                     stay.append(entry)
-            self._entries = stay
-            self._entries.append(_Entry(tokens, rows, fresh, points))
-            del self._entries[:-MOST_PROMPTS]
+            stay.append(_Entry(tokens, head, rows, fresh, frozenset(points)))
+            return tuple(stay[-MOST_PROMPTS:])
+
+        self._replace(noted)
 
     def since(self, tokens: TokenIds) -> tuple[Since, bool]:
         """From where on the caches of ``tokens`` are new, and whether their state is known."""
         rows, fresh, known = 0, 0, False
-        with self._lock:
-            for entry in self._entries:
-                shared = _shared(entry.tokens, tokens)
-                rows = max(rows, min(entry.rows, shared))
-                if shared == min(entry.tokens.size, tokens.size):  # the same request, by its last
-                    fresh = min(entry.fresh, shared)
-                known = known or (shared == tokens.size and tokens.size in entry.points)
+        head = _head(tokens)
+        for entry in self._entries:
+            shared = _shared(entry, head, tokens)
+            rows = max(rows, min(entry.rows, shared))
+            if shared == min(entry.tokens.size, tokens.size):  # the same request, by its last
+                fresh = min(entry.fresh, shared)
+            known = known or (shared == tokens.size and tokens.size in entry.points)
         return Since(rows, min(rows, fresh)), known
 
     def forget(self, tokens: TokenIds) -> None:
         """Nothing is known any more of what begins like this prompt."""
-        with self._lock:
-            self._entries = [
-                one for one in self._entries if not common_tokens(one.tokens[:16], tokens[:16])
-            ]
+        first = tokens[:FIRST_TOKENS]
+        self._replace(
+            lambda known: tuple(
+                one for one in known if not common_tokens(one.tokens[:FIRST_TOKENS], first)
+            )
+        )
 
     def clear(self) -> None:
-        with self._lock:
-            self._entries = []
+        self._replace(lambda known: ())
+
+    def _replace(self, change: Callable[[tuple[_Entry, ...]], tuple[_Entry, ...]]) -> None:
+        """What is known becomes what ``change`` makes of it; the lock is held for a moment."""
+        done = False
+        while not done:
+            known = self._entries
+            changed = change(known)
+            with self._lock:
+                done = self._entries is known
+                if done:
+                    self._entries = changed
 
 
 class Coming:
@@ -100,7 +124,8 @@ class Coming:
         """The most tokens that one of them has in common with a prompt."""
         with self._lock:
             prompts = list(self._prompts.values())
-        return max((_shared(one, tokens) for one in prompts), default=0)
+        common = max((common_tokens(one, tokens) for one in prompts), default=0)
+        return common if common >= FIRST_TOKENS else 0
 
 
 class Rarely:
@@ -122,8 +147,12 @@ class Rarely:
         return True
 
 
-def _shared(left: TokenIds, right: TokenIds) -> int:
+def _head(tokens: TokenIds) -> bytes:
+    return tokens[:FIRST_TOKENS].tobytes()
+
+
+def _shared(entry: _Entry, head: bytes, tokens: TokenIds) -> int:
     """``common_tokens``; 0 for prompts of different trees: nothing is found by fewer tokens."""
-    if common_tokens(left[:FIRST_TOKENS], right[:FIRST_TOKENS]) < FIRST_TOKENS:
+    if entry.tokens.size < FIRST_TOKENS or entry.head != head:
         return 0
-    return common_tokens(left, right)
+    return common_tokens(entry.tokens, tokens)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from pion_vllm_mlx.cache.common_prefix import copied_ids
 from pion_vllm_mlx.cache.completion import TokenIds
 
 Tokens = Sequence[int] | Any
@@ -22,6 +23,8 @@ def token_ids(tokens: Tokens) -> tuple[TokenIds | None, str]:
         if isinstance(tokens, list | tuple):
             return np.frombuffer(array("I", tokens), "<u4"), ""
         found = np.asarray(tokens)
+        if found.ndim == 1 and found.dtype == "<u4":
+            return copied_ids(found), ""
         if found.ndim != 1 or found.dtype.kind not in "iu":
             return None, "the prompt is no flat list of token ids"
         if found.size and not 0 <= int(found.min()) <= int(found.max()) <= 0xFFFFFFFF:
