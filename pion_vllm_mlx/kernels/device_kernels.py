@@ -263,12 +263,8 @@ class DeviceKernels(Kernels):
         merge = way.merges and parts.total > 1
         scratch: Outputs = ()
         if merge:
+            scratch = (("parts", (math.prod(shape[:-1]), parts.total, dim + 4), "f32"),)
             inputs += (("counters", self.runner.counters(num_tiles)),)
-            room = (math.prod(shape[:-1]), parts.total, dim + 4)
-            if math.prod(room) <= self.runner.dialect.scratch_values:
-                inputs += (("parts", self.runner.scratch()),)
-            else:
-                scratch = (("parts", room, "f32"),)
         split = shape if merge or parts.total == 1 else (*shape[:-1], parts.total, dim)
         names = ("out", "lse") if way.merges else ("part_out", "part_lse")
         out, lse, *_ = self.runner.run(

@@ -58,8 +58,6 @@ class Dialect:
     merge: in ``whole_simdgroups``, ``whole_unroll`` keys of a thread under way, and with fewer
     rows in a tile where there are less than ``whole_tiles``;
     ``merges``: kernels of few rows merge their parts in the same launch;
-    ``scratch_values``: f32 values of such parts up to which they lie in memory that the runner
-    keeps, where a launch would make an output for them: mlx takes 1 us for each;
     ``includes``: its compiler reads files that a text names;
     ``group_warps``, ``group_blocks``, ``group_keys``: of ``group_rows``, warps of a threadgroup,
     how many of these a launch should have, and the fewest keys of each.
@@ -80,7 +78,6 @@ class Dialect:
     whole_unroll: int = 4
     whole_tiles: int = 1
     merges: bool = False
-    scratch_values: int = 0
     includes: bool = False
     group_warps: int = 8
     group_blocks: int = 264
@@ -103,7 +100,6 @@ CUDA = Dialect(
     whole_unroll=8,
     whole_tiles=128,
     merges=True,
-    scratch_values=32 * 4 * 136,
     includes=True,
 )
 
@@ -175,7 +171,3 @@ class Runner(ABC):
     @abstractmethod
     def counters(self, count: int) -> Array:
         """At least ``count`` zeros that a launch counts with; it leaves zeros."""
-
-    @abstractmethod
-    def scratch(self) -> Array:
-        """``scratch_values`` of the dialect that no other launch under way writes to."""

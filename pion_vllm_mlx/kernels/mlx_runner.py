@@ -10,17 +10,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.kernels.device_source import Dialect, Kind, Launch, Runner, Signature
+from pion_vllm_mlx.kernels.device_source import Dialect, Launch, Runner, Signature
 from pion_vllm_mlx.kernels.device_text import body, header, program_name
 from pion_vllm_mlx.kernels.problem import Array
 
-# Launches that may be under way at once with counters or scratch of their own: far more than mlx
-# puts into a graph.
+# Launches that may be under way at once with counters of their own: far more than a graph has.
 _COUNTERS = 1024
-_SCRATCHES = 512
-
-# Integers that a launch reads sooner in the host's memory than another launch copies them.
-_FEW = 1024
 
 # Head dimensions, types, layouts and tile sizes multiply; a process meets few of them.
 _MAX_PROGRAMS = 512
@@ -32,7 +27,7 @@ class MlxRunner(Runner):
     def __init__(self, dialect: Dialect) -> None:
         self.dialect = dialect
         self._program = lru_cache(maxsize=_MAX_PROGRAMS)(self._make_program)
-        self._rotating = lru_cache(maxsize=None)(self._make_rotating)
+        self._counters = lru_cache(maxsize=None)(self._make_counters)
 
     def run(self, launch: Launch) -> list[Array]:
         """The outputs of a launch, lazily."""
@@ -57,14 +52,10 @@ class MlxRunner(Runner):
         mx.eval(arrays)
 
     def given(self, values: NDArray[np.int32]) -> Array:
-        """Integers as an mlx array, of the GPU's own memory where they are many.
-
-        What the host makes stays in its memory, which threads would read one by one.
-        """
+        """Integers as an mlx array."""
         import mlx.core as mx
 
-        array = mx.array(values)
-        return array + 0 if self.dialect.name == "cuda" and values.size > _FEW else array
+        return mx.array(values)
 
     def constant(self, values: NDArray[np.int32]) -> Array:
         """Integers in the GPU's own memory: what the host makes, it may have to fetch again."""
@@ -76,19 +67,15 @@ class MlxRunner(Runner):
 
     def counters(self, count: int) -> Array:
         """Zeros that no other launch under way counts with."""
-        return next(self._rotating(_COUNTERS, max(64, 1 << (count - 1).bit_length()), "i32"))
+        return next(self._counters(max(64, 1 << (count - 1).bit_length())))
 
-    def scratch(self) -> Array:
-        """Memory that no other launch under way writes to."""
-        return next(self._rotating(_SCRATCHES, self.dialect.scratch_values, "f32"))
-
-    def _make_rotating(self, number: int, count: int, kind: Kind) -> Iterator[Array]:
+    def _make_counters(self, count: int) -> Iterator[Array]:
         """Parts of one array in turn: launches of a graph that need not wait run at once."""
         import mlx.core as mx
 
-        zeros = mx.zeros((number, count), mx.int32 if kind == "i32" else mx.float32) + 0
+        zeros = mx.zeros((_COUNTERS, count), mx.int32) + 0
         mx.eval(zeros)
-        parts = [zeros[one] for one in range(number)]
+        parts = [zeros[number] for number in range(_COUNTERS)]
         mx.eval(parts)
         return itertools.cycle(parts)
 

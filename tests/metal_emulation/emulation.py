@@ -318,10 +318,6 @@ class EmulatedRunner(Runner):
         assert not self._counters.any()
         return self._counters
 
-    def scratch(self) -> NDArray[np.float32]:
-        """Memory that holds nothing yet."""
-        return np.full(self.dialect.scratch_values, np.nan, np.float32)
-
     def _library(self, signatures: Sequence[Signature]) -> Library:
         texts = {one: self._texts(self.dialect, one) for one in signatures}
         if self.mutate is not None:
@@ -352,7 +348,3 @@ class Recorder(Runner):
     def counters(self, count: int) -> NDArray[np.int32]:
         """Zeros, of as many as never lie in Metal's constant address space."""
         return np.zeros(max(count, SMALL_INPUT), np.int32)
-
-    def scratch(self) -> NDArray[np.float32]:
-        """Zeros."""
-        return np.zeros(self.dialect.scratch_values, np.float32)

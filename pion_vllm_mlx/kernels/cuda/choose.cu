@@ -1,17 +1,9 @@
 // How the threads of a block choose the best blocks of keys. Part of a kernel's header, behind
 // rows.cu.
 
-constexpr int kNoBlock = 0x7fffffff;  // comes behind every block
-constexpr int kKept = 8;              // candidates that a thread can hold
-
-// A block of keys as a candidate: the greater key comes first, of equal ones the lower id.
-struct Candidate {
-  unsigned key;
-  int id;
-  __device__ bool before(Candidate other) const {
-    return key > other.key || (key == other.key && id < other.id);
-  }
-};
+// A block of keys as a candidate: a number that is the greater the earlier it comes. Its upper half
+// is ordered as scores are, its lower half is the greater the lower the id. 0 is no candidate.
+using Candidate = unsigned long long;
 
 // Ordered as scores are, zeros alike; least for what is not a number.
 __device__ inline unsigned key_of(float score) {
@@ -20,38 +12,59 @@ __device__ inline unsigned key_of(float score) {
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
+__device__ inline Candidate candidate(const float* scores, int id) {
+  return Candidate(key_of(__ldcg(scores + id))) << 32 | ~unsigned(id);
+}
+
+__device__ inline int id_of(Candidate one) { return int(~unsigned(one)); }
+
+// The first candidate of a warp.
+__device__ inline Candidate first_of_warp(Candidate mine) {
+  const unsigned key = __reduce_max_sync(kAll, unsigned(mine >> 32));
+  const unsigned rest = unsigned(mine >> 32) == key ? unsigned(mine) : 0u;
+  return Candidate(key) << 32 | __reduce_max_sync(kAll, rest);
+}
+
 // The first candidate behind `last` of those that are this thread's.
 template <int THREADS>
 __device__ inline Candidate next_candidate(const float* scores, int num, Candidate last,
                                            int index) {
-  Candidate first{0u, kNoBlock};
-#pragma unroll 4
+  Candidate first = 0;
   for (int id = index; id < num; id += THREADS) {
-    const Candidate one{key_of(__ldcg(scores + id)), id};
-    if (last.before(one) && one.before(first)) first = one;
+    const Candidate one = candidate(scores, id);
+    if (one < last && one > first) first = one;
   }
   return first;
 }
 
-// The `top` first candidates of a warp, whose threads have KEPT each, go to `keys` and `ids`.
-template <int KEPT>
-__device__ inline void first_of_warp(Candidate (&mine)[KEPT], int top, unsigned* keys, int* ids,
-                                     int lane) {
-  for (int round = 0; round < top; ++round) {
-    Candidate best = mine[0];
+// Leaves the `top` first candidates of a warp, whose threads hold KEPT each, in `found`.
+template <int KEPT, int THREADS>
+__device__ inline void first_of_held(const float* scores, int num, int top, Candidate* found,
+                                     int index) {
+  Candidate mine[KEPT];
 #pragma unroll
-    for (int i = 1; i < KEPT; ++i) {
-      if (mine[i].before(best)) best = mine[i];
+  for (int i = 0; i < KEPT; ++i) {
+    const int id = index + i * THREADS;
+    mine[i] = id < num ? candidate(scores, id) : 0;
+  }
+#pragma unroll
+  for (int end = KEPT; end > 1; --end) {  // sorted, so that a round looks at the first alone
+#pragma unroll
+    for (int i = 1; i < end; ++i) {
+      const Candidate one = mine[i - 1];
+      const Candidate other = mine[i];
+      mine[i - 1] = one > other ? one : other;
+      mine[i] = one > other ? other : one;
     }
-    const unsigned key = __reduce_max_sync(kAll, best.key);
-    const int id = __reduce_min_sync(kAll, best.key == key ? best.id : kNoBlock);
-    if (lane == 0) {
-      keys[round] = key;
-      ids[round] = id;
-    }
+  }
+  for (int round = 0; round < top; ++round) {
+    const Candidate best = first_of_warp(mine[0]);
+    if (index % 32 == 0) found[round] = best;
+    const bool is_mine = mine[0] == best;
 #pragma unroll
     for (int i = 0; i < KEPT; ++i) {
-      if (mine[i].id == id) mine[i] = Candidate{0u, kNoBlock};
+      const Candidate next = i + 1 < KEPT ? mine[i + 1] : 0;
+      mine[i] = is_mine ? next : mine[i];
     }
   }
 }
@@ -59,59 +72,48 @@ __device__ inline void first_of_warp(Candidate (&mine)[KEPT], int top, unsigned*
 // What choosing needs of a block's shared memory.
 template <int WARPS>
 struct Choice {
-  unsigned keys[WARPS * kMostChosen];
-  int ids[WARPS * kMostChosen];
+  Candidate found[WARPS * kMostChosen];
 };
 
-// Leaves the ids of the `top` best scores in `chosen`, the best first: those of each warp, then
-// those of all, where threads can hold the scores; else round by round. Two rounds use their part
-// of the shared memory in turn, so that one barrier a round is enough.
+// Leaves the ids of the `top` best scores in `chosen`, the best first. Where threads can hold the
+// scores, each warp finds its first ones, of which every thread then places one; else round by
+// round, two of which use their part of the shared memory in turn: one barrier a round is enough.
 template <int WARPS>
 __device__ inline void choose(const float* scores, int num, int top, Choice<WARPS>& shared,
                               int* chosen, int index) {
   constexpr int THREADS = WARPS * 32;
   const int warp = index / 32;
-  const int lane = index % 32;
-  if (num <= THREADS * kKept) {
-    Candidate mine[kKept];
-#pragma unroll
-    for (int i = 0; i < kKept; ++i) {
-      const int id = index + i * THREADS;
-      mine[i] = id < num ? Candidate{key_of(__ldcg(scores + id)), id} : Candidate{0u, kNoBlock};
+  if (num <= THREADS * 8) {
+    Candidate* found = shared.found + warp * top;
+    if (num <= THREADS * 4) {
+      first_of_held<4, THREADS>(scores, num, top, found, index);
+    } else {
+      first_of_held<8, THREADS>(scores, num, top, found, index);
     }
-    first_of_warp(mine, top, shared.keys + warp * top, shared.ids + warp * top, lane);
     __syncthreads();
-    if (warp == 0) {
-      Candidate all[WARPS * kMostChosen / 32];
-#pragma unroll
-      for (int i = 0; i < WARPS * kMostChosen / 32; ++i) {
-        const int at = lane + i * 32;
-        const bool is = at < WARPS * top;
-        all[i] = is ? Candidate{shared.keys[at], shared.ids[at]} : Candidate{0u, kNoBlock};
-      }
-      __syncwarp();
-      first_of_warp(all, top, shared.keys, chosen, lane);
+    for (int at = index; at < WARPS * top; at += THREADS) {
+      const Candidate mine = shared.found[at];
+      int before = 0;
+#pragma unroll 8
+      for (int other = 0; other < WARPS * top; ++other) before += shared.found[other] > mine;
+      if (mine != 0 && before < top) chosen[before] = id_of(mine);
     }
     __syncthreads();
     return;
   }
-  Candidate mine = next_candidate<THREADS>(scores, num, Candidate{0xffffffffu, -1}, index);
+  Candidate mine = next_candidate<THREADS>(scores, num, ~Candidate(0), index);
   for (int round = 0; round < top; ++round) {
-    const unsigned key = __reduce_max_sync(kAll, mine.key);
-    Candidate best{key, __reduce_min_sync(kAll, mine.key == key ? mine.id : kNoBlock)};
+    Candidate best = first_of_warp(mine);
     const int at = round % 2 * WARPS;
-    if (lane == 0) {
-      shared.keys[at + warp] = best.key;
-      shared.ids[at + warp] = best.id;
-    }
+    if (index % 32 == 0) shared.found[at + warp] = best;
     __syncthreads();
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
-      const Candidate other{shared.keys[at + w], shared.ids[at + w]};
-      if (other.before(best)) best = other;
+      const Candidate other = shared.found[at + w];
+      best = other > best ? other : best;
     }
-    if (index == 0) chosen[round] = best.id;
-    if (best.id == mine.id) mine = next_candidate<THREADS>(scores, num, best, index);
+    if (index == 0) chosen[round] = id_of(best);
+    if (best == mine) mine = next_candidate<THREADS>(scores, num, best, index);
   }
   __syncthreads();
 }

@@ -55,12 +55,10 @@ __device__ inline void merge_parts(const float* parts, float* weights, Own own, 
 // Joins what the warps found, as one of `splits` parts; the last block of a tile merges the parts.
 template <int WARPS, int R, int D, int STRIDE, typename Own>
 __device__ inline void finish_part(float* acc, const float* tops, const float* sums, Own own,
-                                   int split, int splits, const float* parts,
-                                   const int* counter, float* out, float* lse, int* told,
-                                   int index) {
-  float* const all_parts = const_cast<float*>(parts);  // an output, or memory that is kept
+                                   int split, int splits, float* parts, const int* counter,
+                                   float* out, float* lse, int* told, int index) {
   join_rows<WARPS, R, D, STRIDE>(acc, tops, sums, own, index, [=](int row, int d, Joined all) {
-    float* part = all_parts + (Row(row) * splits + split) * (D + 4);
+    float* part = parts + (Row(row) * splits + split) * (D + 4);
     store4(part + d, all.values, all.sum);
     if (d == 0) part[D] = all.sum == 0.0f ? -infinity() : all.top + log2f(all.sum);
   });
