@@ -53,7 +53,7 @@ class Task:
 
 
 class Background:
-    """A bounded queue and its thread, which starts with the first task."""
+    """A bounded queue and its thread, which starts with the first task at the latest."""
 
     def __init__(self, most_bytes: int, idle: Callable[[], None]) -> None:
         """``idle`` is called on the thread whenever the queue has run empty."""
@@ -93,11 +93,20 @@ class Background:
                 both = task.line.join(former.line.has if former.line is not None else None)
                 self._tasks[at] = replace(both, num_bytes=size)
             self._waiting_bytes += task.num_bytes
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._loop, name="pion-lineage", daemon=True)
-                self._thread.start()
+            self._start()
             self._changed.notify_all()
             return True
+
+    def begin(self) -> None:
+        """Starts the thread, so that no task has to: one is waited for until it runs."""
+        with self._changed:
+            if not self._closed:
+                self._start()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name="pion-lineage", daemon=True)
+            self._thread.start()
 
     def _former(self, line: Line | None) -> int | None:
         """Where a task waits that is done together with the next one of ``line``."""

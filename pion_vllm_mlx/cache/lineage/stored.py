@@ -62,6 +62,7 @@ class Stored:
         """
         if self._bypass is not None:
             return False
+        self._background.begin()
         try:
             self._front.reach(seconds)
         except PionError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from pion_vllm_mlx.cache import direct_rows
+from pion_vllm_mlx.cache import direct_rows, evaluation
+from pion_vllm_mlx.cache import pace as pace_module
 from pion_vllm_mlx.cache.direct_rows import SPARE_ROWS, DirectRows
 from pion_vllm_mlx.cache.layers import cache_arrays
 from pion_vllm_mlx.cache.lineage import LineageStore
 from pion_vllm_mlx.cache.mapped_files import MappedFiles, RowsInFile
+from pion_vllm_mlx.cache.pace import Pace, keep_pace
 from pion_vllm_mlx.errors import DamagedData, StoreUnavailable
 from tests.cache.lineage.conftest import Opener
 from tests.cache.lineage.driving import Engine, prompt
@@ -73,6 +76,50 @@ def test_rows_of_several_files_stand_one_behind_the_other(
     assert np.array_equal(np.array(found[:, :39]), wanted)
     assert not np.array(found[:, 39:]).any()
     assert rows.num_bytes == wanted.nbytes
+    rows.close()
+
+
+@pytest.mark.parametrize("generating", [False, True], ids=["alone", "in company"])
+def test_rows_move_to_a_gpu_while_others_are_read_where_somebody_generates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, generating: bool
+) -> None:
+    """Alone all are read at once, which takes the least time."""
+    monkeypatch.setattr(direct_rows, "_ALONE_BYTES", 0)
+    monkeypatch.setattr(evaluation, "on_cuda", lambda: True)
+    order: list[str] = []
+
+    def noted(name: str) -> None:
+        original = vars(direct_rows)[name]
+
+        def calling(buffer: mx.array) -> Any:
+            order.append(name)
+            return original(buffer)
+
+        monkeypatch.setattr(direct_rows, name, calling)
+
+    noted("_memory")
+    noted("_on_its_way")
+    table, count = random_table(), 12
+    rows = kept()
+    assert rows.add(placed(tmp_path / "a", table), [(Run(0, PADDED), {})], 0, PADDED)  # type: ignore[list-item]
+    found = [rows.fetch(0, "k", 0, PADDED) for _ in range(count)]
+    pace = Pace()
+    if generating:
+        pace.step()
+        monkeypatch.setattr(pace_module, "IDLE_SECONDS", float("inf"))
+        monkeypatch.setattr(pace_module, "WORKED_SECONDS", float("inf"))
+
+    def fill() -> None:
+        keep_pace(pace)
+        rows.fill()
+
+    contextvars.copy_context().run(fill)
+    assert all(np.array_equal(np.array(one[:, :PADDED]), table) for one in found)
+    ahead = [
+        order[:at].count("_memory") - order[:at].count("_on_its_way") for at in range(len(order))
+    ]
+    assert len(order) == 2 * count
+    assert max(ahead) == (direct_rows._MOST_AHEAD + 1 if generating else count)
     rows.close()
 
 
