@@ -71,7 +71,9 @@ def test_other_dtypes_come_back_as_they_are(lanes: Lanes, lane: str, dtype: mx.D
     wanted = continued(model, unstored(model, IDS))
     name = f"{dtype}-{lane}"
     lanes(model).get_or_prefill(IDS, name)
-    cache = lanes(model, lane).get_or_prefill(IDS, name)
+    other = lanes(model, lane)
+    cache = other.get_or_prefill(IDS, name)
+    assert (other.stats()["last_lane"], other.hits) == (expected_lane(lane, model), 1)
     assert {a.dtype for a in cache_arrays(cache[1:2])} == {dtype}
     assert continued(model, cache) == wanted
 
@@ -259,12 +261,11 @@ def test_lanes_agree_on_converted_rows(lanes: Lanes) -> None:
     model = tiny_model("llama")
     for vquant in ("int8", "mlx4g32"):
         lanes(model, vquant=vquant).get_or_prefill(IDS, f"agree-{vquant}")
-        seen = {
-            lane: continued(
-                model, lanes(model, lane, vquant=vquant).get_or_prefill(IDS, f"agree-{vquant}")
-            )  # fmt: skip
-            for lane in ("mapped", IN_PLACE, "stored", "range")
-        }
+        seen = {}
+        for lane in ("mapped", IN_PLACE, "stored", "range"):
+            other = lanes(model, lane, vquant=vquant)
+            seen[lane] = continued(model, other.get_or_prefill(IDS, f"agree-{vquant}"))
+            assert (other.stats()["last_lane"], other.hits) == (expected_lane(lane, model), 1)
         assert seen["mapped"] == seen[IN_PLACE] == seen["stored"] == seen["range"]
 
 
