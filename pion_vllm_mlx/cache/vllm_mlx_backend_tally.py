@@ -16,6 +16,10 @@ class Told(Protocol):
     """What is told of one request of the engine."""
 
     @property
+    def known(self) -> bool:
+        """Whether it is known what of it was reused."""
+
+    @property
     def begun(self) -> bool:
         """Whether the length of its prompt is known."""
 
@@ -42,7 +46,7 @@ class Asked:
 
     request: Any
     cache: PionPrefixCache
-    begun = True
+    known = begun = True
 
     @property
     def prompt(self) -> int:
@@ -69,11 +73,13 @@ class Asked:
 class Unstored:
     """A request of an image model that bypasses the store, and why it does.
 
-    vllm-mlx keeps nothing of it, either.
+    Of those about images vllm-mlx keeps nothing, either. What it reuses of others it tells
+    nobody: these are not ``known``.
     """
 
     request: Any
     why: str
+    known: bool = True
     cached = 0
     rate = 0.0
 
@@ -103,6 +109,7 @@ class Tally:
     tokens_per_second: float = 0.0
     tiers: tuple[str, ...] = field(default=())
     begun: bool = True
+    known: bool = True
 
     @classmethod
     def of(cls, asked: Sequence[Told]) -> Tally:
@@ -115,14 +122,24 @@ class Tally:
             max(one.rate for one in asked),
             tuple(sorted({found.tier for found in lookups if found.reused_tokens})),
             all(one.begun for one in asked),
+            all(one.known for one in asked),
         )
 
     def prompt_usage(self) -> dict[str, int]:
-        """What usage says of the prompt."""
+        """What usage says of the prompt, as far as that is known."""
         return {"prompt_tokens": self.prompt, "cached_tokens": self.cached}
 
     def receipt(self) -> dict[str, Any]:
-        """What was reused, from where, and the time that spared on this machine."""
+        """What was reused, from where, and the time that spared on this machine.
+
+        Null where that is not known.
+        """
+        receipt = self._receipt()
+        if not self.known:
+            receipt |= dict.fromkeys(("reused_tokens", "computed_tokens", "tier", "saved_ms"))
+        return receipt
+
+    def _receipt(self) -> dict[str, Any]:
         restore_ms = sum(found.restore_ms for found in self.lookups)
         rate = self.tokens_per_second
         saved = round(self.cached / rate * 1000 - restore_ms, 3) + 0.0 if rate else None  # no -0.0
@@ -138,9 +155,14 @@ class Tally:
 
 
 def complete_usage(usage: Any, tally: Tally) -> bool:
-    """Complete one ``usage`` object in the terms of its API; whether it was one."""
+    """Complete one ``usage`` object in the terms of its API; whether it was one.
+
+    One of which nothing is known stays as it is.
+    """
     if not isinstance(usage, dict):
         return False
+    if not tally.known:
+        return "prompt_tokens" in usage or "output_tokens" in usage
     if "prompt_tokens" in usage:
         details = usage.get("prompt_tokens_details") or {}
         usage["prompt_tokens_details"] = {**details, "cached_tokens": tally.cached}

@@ -53,6 +53,8 @@ class Rendered:
 
 
 #: what an image model may be asked about, in the order of vllm-mlx's arguments
+#: why nothing is told of a text request to it
+NOT_TOLD = "vllm-mlx does not tell what it reuses of an image model's text requests"
 _MEDIA = ("images", "videos", "audio")
 _ASKED: ContextVar[list[Told] | None] = ContextVar("pion_asked", default=None)
 #: where it holds a list, prompts are rendered into it and refused instead of answered.
@@ -95,7 +97,7 @@ def patch_engine(replacements: Replacements) -> None:
 def patch_image_models(replacements: Replacements) -> None:
     """Have the text requests of image models rendered, too, where nothing else is wanted.
 
-    Of those about images it is told that they are not stored.
+    Of others it is told why nothing of them is, and of those about images that they are not stored.
     """
     from fastapi import HTTPException
 
@@ -107,8 +109,11 @@ def patch_image_models(replacements: Replacements) -> None:
         media = next((kind for kind in _MEDIA if given.get(kind)), None)
         if rendered is None:
             request_id = await original(self, prompt, *args, **options)
+            request = self.requests.get(request_id)
             if media is not None:
-                _note_unstored(self.requests.get(request_id), f"{media} are not stored")
+                _note_unstored(request, f"{media} are not stored")
+            elif request is not None:
+                _note_untold(request)
             return request_id
         if media is not None:
             raise HTTPException(400, "what images and sounds become in tokens is not known ahead")
@@ -127,6 +132,13 @@ def _note_unstored(request: Any, why: str) -> None:
     asked = _ASKED.get()
     if asked is not None:
         asked.append(Unstored(request, why))
+
+
+def _note_untold(request: Any) -> None:
+    """A text request of an image model: vllm-mlx does not say what it reuses of it."""
+    asked = _ASKED.get()
+    if asked is not None:
+        asked.append(Unstored(request, NOT_TOLD, known=False))
 
 
 async def _look_up(core: Any, prompt: Any) -> Lookup | None:

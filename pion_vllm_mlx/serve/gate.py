@@ -203,9 +203,13 @@ def _words(record: RequestRecord, seconds: float) -> Iterable[str]:
     yield f"{record.client} {record.method} {record.path} {record.status or 'aborted'}"
     outcome = record.outcome
     if outcome is not None:
-        reused, computed = outcome.cached_tokens, outcome.prompt_tokens - outcome.cached_tokens
+        receipt = outcome.receipt or {}
+        reused: int | str = outcome.cached_tokens
+        computed: int | str = outcome.prompt_tokens - outcome.cached_tokens
+        if receipt.get("reused_tokens", 0) is None:  # the engine does not know
+            reused = computed = "?"
         yield f"reused={reused} computed={computed} generated={outcome.generated}"
-        yield from _receipt_words(outcome.receipt or {})
+        yield from _receipt_words(receipt)
     if record.first_token is not None:
         yield f"first_token_ms={(record.first_token - record.began) * 1e3:.0f}"
     yield f"ms={seconds * 1e3:.0f}"

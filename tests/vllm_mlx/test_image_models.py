@@ -113,3 +113,19 @@ def test_a_chat_with_an_image_says_that_it_is_not_stored(front: Front) -> None:
     streamed = front.request(CHAT, {**body, "stream": True})[1]["text"]
     assert why in streamed and "pion_prompt" not in streamed
     assert why not in str(answer(front, CHAT))
+
+
+def test_of_a_text_request_nothing_is_claimed_that_vllm_mlx_does_not_tell(front: Front) -> None:
+    """Its own cache serves the second one from memory; nobody is told how much of it."""
+    body = {**GREEDY, "messages": [{"role": "user", "content": "what do you see? " * 9}]}
+    for _ in range(2):
+        status, told = front.request(CHAT, body)
+        receipt = told["pion"]
+        assert (status, "does not tell" in receipt["why"]) == (200, True)
+        names = ("reused_tokens", "computed_tokens", "tier", "saved_ms")
+        assert [receipt[name] for name in names] == [None] * 4
+        assert receipt["prompt_tokens"] == told["usage"]["prompt_tokens"] > 100
+    until(lambda: front.output().count("reused=? computed=? generated=12 ") >= 2, "both lines")
+    streamed = front.request(CHAT, {**body, "stream": True})[1]["text"]
+    assert "does not tell" in streamed
+    assert "does not tell" in str(answer(front, MESSAGES, messages=body["messages"]))
