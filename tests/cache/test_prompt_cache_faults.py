@@ -567,6 +567,9 @@ def test_two_processes_storing_one_name_at_once_leave_a_true_prefix(
             assert continued(model, cache) == (wanted if ids is IDS else others)
     assert process.wait(60) == 0
     assert_served(caches[0][1], model, "race", wanted)
+    fresh = PionPromptCache(model, port=store.port)
+    assert_served(fresh, model, "race", wanted)
+    assert (fresh.hits, fresh.misses) == (1, 0)
 
 
 def test_loopback_clients_move_to_the_unix_socket(
