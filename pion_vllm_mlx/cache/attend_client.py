@@ -149,8 +149,7 @@ class AttendClient:
         """
         command: list[Part] = ["LAYER", slot.layer]
         if whole is not None:
-            command += ["TOKENS", whole.tokens]
-            command += ["RECORD", whole.record] if whole.record else []
+            command += whole.options
         return self._warmed(slot.namespace, slot.sid, (heads, dim), command)
 
     def warm_all(self, namespace: str, sid: str, heads: int, dim: int) -> int:

@@ -106,14 +106,36 @@ class Sparse:
 
 
 @dataclass(frozen=True)
+class Ancestor:
+    """A namespace that another one continues after so many of its rows, and its record."""
+
+    namespace: str
+    rows: int
+    record: str
+
+
+@dataclass(frozen=True)
 class Whole:
     """What a namespace must hold for WARM to take it: the tokens of each layer, and the
     SHA-256 of its completion record, from before its rows are read until they are resident;
-    an empty one asks for none.
+    an empty one asks for none. ``chain``: the tokens begin with the rows of these, the root
+    first; None asks a namespace that has all of them, and no more.
     """
 
     tokens: int
     record: str = ""
+    chain: tuple[Ancestor, ...] | None = None
+
+    @property
+    def options(self) -> list[Part]:
+        """The words for it behind KV.PREFIX.WARM's own."""
+        words: list[Part] = ["TOKENS", self.tokens]
+        words += ["RECORD", self.record] if self.record else []
+        if self.chain is not None:
+            words += ["CHAIN", len(self.chain)]
+            for one in self.chain:
+                words += [one.namespace, one.rows, one.record]
+        return words
 
 
 def selector_number(name: str) -> int:

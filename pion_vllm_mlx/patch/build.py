@@ -8,6 +8,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from pion_vllm_mlx.cache.attend_request import check_namespace, whole_number
+from pion_vllm_mlx.cache.lineage.attended import AttendedPrefix
 from pion_vllm_mlx.cache.prompt_cache import PionPromptCache
 from pion_vllm_mlx.errors import PionMlxCompatError
 from pion_vllm_mlx.patch.attention import replacement
@@ -50,9 +51,11 @@ def make_pion_prompt_cache(
 
     The prefix is that which ``prompt_cache`` (a PionPromptCache) got or stored in this
     process, else the one at the server; which of them is chosen here, once. ``prefix_len``
-    must be its number of tokens. ``sparse_full_layers`` (True, or any of ``K_block``,
-    ``K_blocks``, ``selector``) lets single queries of full-attention layers see the best
-    blocks only. ``cache[0].lane`` says what was chosen.
+    must be its number of tokens. For a stored conversation ``prompt_cache`` is what
+    ``AttendedConversations.find`` found, the others are its ``namespace`` and ``length``.
+    ``sparse_full_layers`` (True, or any of ``K_block``, ``K_blocks``, ``selector``) lets single
+    queries of full-attention layers see the best blocks only. ``cache[0].lane`` says what was
+    chosen.
 
     ``foreign=True`` takes a prefix without a completion record, too: what lies under
     ``<namespace>_attn``, put there by ``attend_store_layer`` or by another program. Of it
@@ -90,7 +93,7 @@ def make_pion_prompt_cache(
 
 def _checked(namespace: Any, prompt_cache: Any, prefix_len: Any) -> int:
     """The number of tokens. Raises TypeError and ValueError naming an argument that cannot be."""
-    if not isinstance(prompt_cache, PionPromptCache):
+    if not isinstance(prompt_cache, PionPromptCache | AttendedPrefix):
         raise TypeError(f"prompt_cache is a PionPromptCache, not {prompt_cache!r}")
     check_namespace(namespace)
     length = whole_number(prefix_len, "prefix_len")

@@ -150,13 +150,13 @@ class RemotePrefix:
         another one took its place.
         """
         try:
-            return self._client.warm(slot, heads, dim, Whole(known.num_tokens, known.record))
+            return self._client.warm(slot, heads, dim, known.whole)
         except CommandError:
             again = self._same_as_before()
-            if again.record == known.record:
+            if again.whole == known.whole:
                 raise
         self._stored = again
-        return self._client.warm(slot, heads, dim, Whole(again.num_tokens, again.record))
+        return self._client.warm(slot, heads, dim, again.whole)
 
     def _find(self) -> StoredPrefix | None:
         source = self._pc.source

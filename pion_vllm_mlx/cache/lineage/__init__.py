@@ -1,5 +1,6 @@
 """The lineage store: trees of segments, found by the longest common prefix."""
 
+from pion_vllm_mlx.cache.lineage.attended import AttendedConversations, AttendedPrefix
 from pion_vllm_mlx.cache.lineage.store import LineageStore, anchor_length
 from pion_vllm_mlx.cache.lineage.types import (
     Checkpoint,
@@ -13,6 +14,8 @@ from pion_vllm_mlx.cache.lineage.types import (
 )
 
 __all__ = [
+    "AttendedConversations",
+    "AttendedPrefix",
     "Checkpoint",
     "Conversation",
     "Cut",
