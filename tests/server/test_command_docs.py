@@ -91,6 +91,24 @@ def test_command_docs_has_arguments_since_and_extension(wire: Wire) -> None:
         assert bool(fields.get("arguments")) == bool(entry.syntax)
 
 
+def marked(arguments: Any) -> Iterator[str]:
+    """The tokens of arguments that are flagged as extensions."""
+    for argument in arguments:
+        fields = dict(argument)
+        if "extension" in fields.get("flags", []):
+            yield fields["token"]
+        yield from marked(fields.get("arguments", []))
+
+
+@pytest.mark.parametrize("entry", TABLE.values(), ids=lambda entry: entry.name)
+def test_words_that_are_extensions_are_marked_wherever_they_stand(entry: Command) -> None:
+    found = list(marked(documented(parse(entry.syntax), entry.extensions)))
+    assert set(found) == set(entry.extensions)
+    shown = f"extension {' '.join(entry.extensions)}, since"
+    assert (shown in manual([entry])) is bool(entry.extensions)
+    assert not list(marked(documented(parse(entry.syntax))))
+
+
 def flags_in(reply: Any) -> Iterator[Any]:
     """Every flag inside of a reply."""
     if not isinstance(reply, list):
