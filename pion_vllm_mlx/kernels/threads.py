@@ -6,7 +6,10 @@ wait in one queue, and a future for each piece would cost more than the pieces o
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -87,22 +90,56 @@ class _Crew:
     def __init__(self) -> None:
         self._queue: SimpleQueue[_Share[Any, Any]] = SimpleQueue()
         self._growing = threading.Lock()
-        self._size = 0
+        self._helpers: list[threading.Thread] = []
+        self._avoided = -1
 
     def call(self, share: _Share[Any, Any], num_helpers: int) -> None:
         """Have so many helpers work on it, each when it has time."""
-        if self._size < num_helpers:
+        if len(self._helpers) < num_helpers:
             with self._growing:
-                while self._size < num_helpers:
-                    threading.Thread(target=self._run, name="attention-helper", daemon=True).start()
-                    self._size += 1
+                while len(self._helpers) < num_helpers:
+                    helper = threading.Thread(
+                        target=self._run, name="attention-helper", daemon=True
+                    )
+                    helper.start()
+                    self._helpers.append(helper)
+                self._avoided = -1
+        self._step_aside()
         for _ in range(num_helpers):
             self._queue.put(share)
+
+    def _step_aside(self) -> None:
+        """Keep the helpers off the processor that the calling thread is on.
+
+        Linux likes to wake a helper there where a client has just left another processor, which
+        looks busy for a moment: caller and helper would take turns.
+        """
+        here = _processor_here()()
+        if here == self._avoided:
+            return
+        elsewhere = os.sched_getaffinity(0) - {here}
+        if not elsewhere:
+            return
+        self._avoided = here
+        for helper in self._helpers:
+            if helper.native_id is not None:
+                with contextlib.suppress(OSError):  # it is only slower then
+                    os.sched_setaffinity(helper.native_id, elsewhere)
 
     def _run(self) -> None:
         while True:
             # no name for it: a helper that waits must not keep alive what it worked on
             self._queue.get().help_out()
+
+
+@lru_cache(maxsize=1)
+def _processor_here() -> Callable[[], int]:
+    """What tells the number of the processor that the calling thread is on; -1 where unknown."""
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):
+            found: Callable[[], int] = ctypes.PyDLL(None).sched_getcpu
+            return found
+    return lambda: -1
 
 
 @lru_cache(maxsize=1)

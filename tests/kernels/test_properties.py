@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 import weakref
@@ -310,6 +311,34 @@ def test_an_error_in_a_thread_is_raised_and_every_item_is_done_once() -> None:
     assert sorted(done) == list(range(60))
     with pytest.raises(CommandError, match="seventy"):
         in_threads(range(50, 90), work)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="has no two processors"
+)
+def test_helpers_keep_off_the_processor_that_calls_them() -> None:
+    """They may run on any other of the caller's; where it has but one, they stay where they are."""
+    mine = os.sched_getaffinity(0)
+
+    def places() -> set[frozenset[int]]:
+        meeting = threading.Barrier(2)
+
+        def place(_: int) -> frozenset[int]:
+            meeting.wait(10)
+            return frozenset(os.sched_getaffinity(0))
+
+        return set(in_threads(range(2), place)) - {frozenset(os.sched_getaffinity(0))}
+
+    (helpers,) = places()
+    assert helpers < mine and len(helpers) == len(mine) - 1
+    for one in sorted(mine)[:2]:
+
+        def from_one(one: int = one) -> set[frozenset[int]]:
+            os.sched_setaffinity(0, {one})
+            return places()
+
+        with ThreadPoolExecutor(1) as threads:
+            assert threads.submit(from_one).result() <= {helpers}
 
 
 def test_a_thread_that_is_told_to_end_leaves_nobody_waiting(
