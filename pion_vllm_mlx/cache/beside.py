@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
-from pion_vllm_mlx.cache.pace import Pace, between_pieces, keep_pace
+from pion_vllm_mlx.cache.pace import Pace, keep_pace
 
 #: a request waits so many deadlines for others to be looked up, then it goes on without.
 MOST_DEADLINES = 10
@@ -83,7 +83,6 @@ class Beside:
 
 def _let_go(things: list[Any]) -> None:
     while things:
-        between_pieces()
         things.pop()
 
 

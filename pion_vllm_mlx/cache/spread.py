@@ -143,6 +143,7 @@ class Spread:
 
     def finish(self) -> None:
         """Does and schedules all that waits: nobody is held up."""
+        self.pace.ended()
         while self._jobs:
             self._jobs.popleft()()
         arrays = [array for part in self._parts for array in part.arrays]

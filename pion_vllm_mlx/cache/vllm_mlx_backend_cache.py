@@ -302,7 +302,6 @@ class PionPrefixCache:
             if self.settings.options is not None:
                 try:
                     self._store = LineageStore(self.model, self.settings.options)
-                    self._store.keep_pace(self.spread.pace)
                     self._store.connect()  # the first look-up has not so much time
                     self.prefill_tokens_per_second = self._store.prefill_rate
                 except PionError as reason:

@@ -107,7 +107,6 @@ class LineageCache:
         self._store = store = LineageStore(model, self._options, draft_model=draft_model)
         if store.bypass is not None:
             return
-        store.keep_pace(self.spread.pace)
         states = MAX_CHECKPOINTS if store.wants_cuts else 1
         self._live = LiveTier(
             self._limits.live_bytes(),

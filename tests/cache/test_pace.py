@@ -1,4 +1,4 @@
-"""Threads beside the one that generates work when a step was scheduled, and hold nobody up."""
+"""The thread beside the one that generates works when a step was scheduled, and hold nobody up."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ pytest.importorskip("mlx_lm")
 
 import mlx.core as mx  # noqa: E402
 
-from pion_vllm_mlx.cache import evaluation, pace  # noqa: E402
+from pion_vllm_mlx.cache import pace  # noqa: E402
 from pion_vllm_mlx.cache.beside import Beside  # noqa: E402
-from pion_vllm_mlx.cache.lineage import bringing  # noqa: E402
-from pion_vllm_mlx.cache.lineage.background import Background, Task  # noqa: E402
 from pion_vllm_mlx.cache.pace import Pace, between_pieces, in_company, keep_pace  # noqa: E402
 from pion_vllm_mlx.cache.spread import Spread  # noqa: E402
 
@@ -87,38 +85,26 @@ def test_every_sampled_token_says_that_a_step_is_scheduled() -> None:
     assert spread.pace.generating
 
 
-@pytest.mark.parametrize("many", [3, 7])
-def test_rows_come_over_in_pieces_of_their_own_time(
-    many: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bringing, "PIECE_BYTES", 2 * 32 * 10)
-    monkeypatch.setattr(evaluation, "on_cuda", lambda: True)
-    raw = mx.zeros((1, 2, 10 * many, 32), mx.uint8)
-    counted = Counted()
-    found: list[int] = []
+def test_nobody_waits_for_a_step_when_the_last_reply_has_ended(long_ago: None) -> None:
+    spread, waited = Spread(), threading.Event()
+    spread.pace._at = 0.0
 
-    def bring() -> None:
-        keep_pace(counted)
-        found.append(bringing.rows_of(raw, slice(0, 2), 0, 10 * many).nbytes)
+    def work() -> None:
+        spread.pace.wait()
+        waited.set()
 
-    mx.eval(raw)
-    thread = threading.Thread(target=bring)
+    thread = threading.Thread(target=work)
     thread.start()
-    thread.join()
-    assert (found, counted.waits) == ([raw.nbytes], many)
+    while not spread.pace._waiting:
+        pass
+    spread.finish()
+    thread.join(60)
+    assert waited.is_set()
 
 
-def test_the_threads_of_the_store_keep_the_pace_of_the_one_that_generates() -> None:
+def test_the_thread_that_reads_keeps_the_pace_of_the_one_that_generates() -> None:
     counted = Counted()
     beside = Beside(counted)
     beside.ask(between_pieces).result(10)
-    beside.drop([object(), object()])
-    beside.ask(lambda: None).result(10)
-    assert counted.waits == 3
+    assert counted.waits == 1
     beside.close()
-    background = Background(1 << 20, lambda: None)
-    background.pace = counted
-    assert background.put(Task(between_pieces, lambda error: None))
-    assert background.flush(10)
-    background.close(10)
-    assert counted.waits == 4

@@ -17,7 +17,6 @@ from typing import Any
 
 import mlx.core as mx
 
-from pion_vllm_mlx.cache.pace import Pace, keep_pace
 from pion_vllm_mlx.errors import PionError
 
 log = logging.getLogger("pion_vllm_mlx")
@@ -65,8 +64,6 @@ class Background:
         self._closed = False
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        #: that of the thread that generates
-        self.pace: Pace | None = None
 
     @property
     def waiting_bytes(self) -> int:
@@ -156,7 +153,6 @@ class Background:
                     break
                 task = self._tasks.popleft()
                 self._busy = True
-            keep_pace(self.pace)
             self._run(task)
             with self._changed:
                 empty = not self._tasks

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pion_vllm_mlx.cache import evaluation
-from pion_vllm_mlx.cache.pace import between_pieces
 
 PIECE_BYTES = 2 << 20
 """An H200 takes a quarter to half of a millisecond to bring so many to the host."""
@@ -37,7 +36,6 @@ def in_pieces(part: mx.array) -> Bytes:
     found = np.empty((heads, count, width), np.uint8)
     step = max(1, PIECE_BYTES // max(1, heads * width))
     for start in range(0, count, step):
-        between_pieces()
         piece = part[:, start : start + step] + 0  # a copy: a view would bring all of it
         mx.eval(piece)
         found[:, start : start + step] = shared(piece)

@@ -48,7 +48,6 @@ from pion_vllm_mlx.cache.lineage.types import (
     Restored,
 )
 from pion_vllm_mlx.cache.lineage.writer import Writer
-from pion_vllm_mlx.cache.pace import Pace
 from pion_vllm_mlx.config import ClientSwitches
 from pion_vllm_mlx.errors import PionError, StoreUnavailable, UnsupportedCache
 
@@ -224,10 +223,6 @@ class LineageStore(Kept):
         ids, _ = token_ids(tokens)
         if ids is not None and ids.size >= policy.LEAST_NEW_TOKENS:
             self._shared.expect(ids)
-
-    def keep_pace(self, pace: Pace) -> None:
-        """What is written is written at this pace: that of the thread that generates."""
-        self._background.pace = pace
 
     # -- journals ---------------------------------------------------------------
 

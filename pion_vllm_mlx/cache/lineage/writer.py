@@ -54,7 +54,6 @@ from pion_vllm_mlx.cache.lineage.records import (
     without_overlap,
 )
 from pion_vllm_mlx.cache.lineage.states import store_state
-from pion_vllm_mlx.cache.pace import between_pieces
 from pion_vllm_mlx.cache.store_client import Registration
 from pion_vllm_mlx.errors import DamagedData, NewerFormat, PionError
 
@@ -293,7 +292,6 @@ class Writer:
         for held, start, last in missing_rows(job, target):
             for first, stop in _cut(start, last, held, captured.leaves[held.layer]):
                 renew(self._client, job.names, lock)
-                between_pieces()
                 tail = short.get((held.layer, held.side))
                 if tail is not None and tail.end != first - segment.base:
                     tail = None
