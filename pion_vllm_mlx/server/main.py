@@ -22,6 +22,7 @@ from pion_vllm_mlx.errors import (
 )
 from pion_vllm_mlx.server import chores, log_format, metrics, options
 from pion_vllm_mlx.server import commands as commands  # fills the command table
+from pion_vllm_mlx.server.collecting import SetsAside
 from pion_vllm_mlx.server.commands.export import remove_old_exports
 from pion_vllm_mlx.server.directory import Directory
 from pion_vllm_mlx.server.ephemeral import ephemeral_folder
@@ -125,6 +126,7 @@ async def serve(config: ServerConfig, open_doors: OpenDoors, directory: Director
     keyspace.on_saved = store.space.use.look_again
     # the index stays: collecting it again and again would only stop everybody
     gc.freeze()
+    gc.callbacks.append(SetsAside())
     left = _left_behind(config)
     found = [*store.replayed.notes, *keyspace.notes]
     # what was set aside is told in the moment in which it is

@@ -205,7 +205,8 @@ class Server:
         self.totals.changed(changed)
         for key in [key for key in self.exports if changed & set(key[:2])]:
             self.delete_export(self.exports.pop(key).path)
-        for sid in changed - self.store.state.sessions.keys():
+        # one by one: a difference of keys would look at all sessions
+        for sid in [sid for sid in changed if sid not in self.store.state.sessions]:
             self.directory.prefill_ms.pop(group_of(sid), None)
         self.directory.publish({sid: self.known(sid) for sid in changed})
 

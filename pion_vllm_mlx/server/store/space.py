@@ -179,7 +179,7 @@ class Space:
         """What evictions among these effects will have made leave. Before they are applied."""
         gone = [e for e in effects if isinstance(e, (Drop, DropStates)) and e.reason == EVICTED]
         sessions = {sid for one in gone if isinstance(one, Drop) for sid in one.sids}
-        count = len(sessions & self.state.sessions.keys())
+        count = sum(sid in self.state.sessions for sid in sessions)
         return Leaving(count or bool(gone), outside_of_segments(self.state, gone))
 
     def left(self, leaving: Leaving) -> None:

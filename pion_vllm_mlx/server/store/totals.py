@@ -11,8 +11,8 @@ from typing import NamedTuple
 from pion_vllm_mlx.server.store.index import KEY_SUFFIX, VALUE_SUFFIX, group_of
 from pion_vllm_mlx.server.store.state import State
 
-#: so many changed groups are counted though nobody asks: their names would pile up.
-_MOST_CHANGED = 4096
+#: so many changed groups are counted though nobody asks: more of them at once hold everybody up.
+_MOST_CHANGED = 256
 
 
 class Sums(NamedTuple):
