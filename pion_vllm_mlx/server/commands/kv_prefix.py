@@ -34,6 +34,9 @@ MAX_FILE_NAME_BYTES = 240
 MAX_NAMESPACE_BYTES = 65_535 - len(KEY_SUFFIX)
 
 _REGISTER_OPTIONS = {"BLOCKS": 3, "PREFILL_MS": 1, "HEADS": 1, "LEAVES": 1}
+_REGISTER_SYNTAX = (
+    "ns kv_dim format [BLOCKS block_size count hashes] [PREFILL_MS ms] [HEADS heads] [LEAVES json]"
+)
 
 Specs = dict[int, tuple[int, str, int]]
 
@@ -84,8 +87,7 @@ def same_schema(session: Session, record: Create) -> bool:
     "KV.PREFIX.REGISTER",
     -4,
     "Creates the K and V sessions of a namespace, or finds them; BLOCKS and PREFILL_MS replace.",
-    syntax="ns kv_dim format [BLOCKS block_size count hashes] [PREFILL_MS ms] [HEADS heads] "
-    "[LEAVES json]",
+    syntax=_REGISTER_SYNTAX,
     extensions=("HEADS", "LEAVES"),
     write=True,
     kvcache=True,
@@ -105,9 +107,8 @@ def kv_prefix_register(context: Context, args: list[Arg]) -> Effect:
     heads = _heads(given, dim, where)
     specs = parse_leaves(given["LEAVES"][0]) if "LEAVES" in given else ({}, {})
     table = parse_blocks(given["BLOCKS"]) if "BLOCKS" in given else None
-    fmt = resolve(requested, dim).name
     creates = [
-        Create(namespace + suffix, dim, requested, fmt, heads, side)
+        Create(namespace + suffix, dim, requested, resolve(requested, dim).name, heads, side)
         for suffix, side in zip((KEY_SUFFIX, VALUE_SUFFIX), specs, strict=True)
     ]
     effects = _missing(context, creates) if _lives_here(context, namespace, table) else []
