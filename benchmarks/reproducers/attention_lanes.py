@@ -13,6 +13,7 @@ Every answer is checked against numpy before anything is timed.
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import struct
 import threading
@@ -326,6 +327,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     with pion_server(folder / "pion", *flags) as pion:
         figures = {
             "server_flags": flags,
+            # which kernels numpy's BLAS takes may have been decided for it, on either side
+            "openblas": {k: v for k, v in os.environ.items() if k.startswith("OPENBLAS_")},
             "heads": HEADS,
             "dim": DIM,
             "tokens": TOKENS,
