@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pion_vllm_mlx.server.collecting import ASIDE_SECONDS, SetsAside
+from pion_vllm_mlx.server.collecting import ASIDE_SECONDS, LONG_SECONDS, SetsAside
 
 
 class _Knot:
@@ -19,9 +19,12 @@ class _Knot:
 
 
 class _Clock:
-    now = 0.0
+    """``step``: what passes between two looks at it, as a collection's start and stop."""
+
+    now, step = 0.0, 2 * LONG_SECONDS
 
     def __call__(self) -> float:
+        self.now += self.step
         return self.now
 
 
@@ -37,12 +40,18 @@ def clock() -> Iterator[_Clock]:
     gc.unfreeze()
 
 
-def test_what_lived_through_a_full_collection_is_looked_at_no_more(clock: _Clock) -> None:
-    kept = [[] for _ in range(1000)]  # type: ignore[var-annotated]
+def test_what_lived_through_a_long_full_collection_is_looked_at_no_more(clock: _Clock) -> None:
+    kept: list[list[int]] = [[] for _ in range(1000)]
     gc.collect()
-    assert gc.get_freeze_count() > len(kept)
     there = {id(one) for one in gc.get_objects()}
     assert not there.intersection(map(id, kept))
+
+
+def test_nothing_is_set_aside_where_a_full_collection_is_short(clock: _Clock) -> None:
+    clock.step = LONG_SECONDS / 2
+    before = gc.get_freeze_count()
+    gc.collect()
+    assert gc.get_freeze_count() == before
 
 
 def test_garbage_that_came_since_is_found(clock: _Clock) -> None:
@@ -59,6 +68,6 @@ def test_garbage_among_what_was_set_aside_is_found_after_its_time(clock: _Clock)
     del knot
     gc.collect()
     assert gone() is not None
-    clock.now = ASIDE_SECONDS
+    clock.now += ASIDE_SECONDS
     gc.collect()
     assert gone() is None
