@@ -55,6 +55,9 @@ def _check_uses(driver: Driver) -> None:
     assert {n for mates in by_group.values() for n in mates} == set(used)
     live = {r.run_id for s in store.state.sessions.values() for r in s.runs()}
     assert set(store.state.inline_runs) <= live
+    groups = store.state.inline_groups()
+    riding = [one.run.run_id for group in groups for one in store.state.inline_of(group)]
+    assert sorted(riding) == sorted(store.state.inline_runs)
 
 
 def _some_command(dice: random.Random) -> tuple[Word, ...]:

@@ -242,7 +242,7 @@ class Recovery:
         if isinstance(record, (records.Rows, records.StoreState, records.Seal)):
             segment = self.folder.segments.get(record.segment)
             if segment is not None:
-                segment.dirty = True
+                segment.written()
 
     def damage(self, path: Path, error: DamagedData, kept: Kept = Kept.NOTHING) -> None:
         """Refuse, or with salvage set a copy (or what is no file of ours) aside and go on."""

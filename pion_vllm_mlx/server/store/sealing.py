@@ -24,8 +24,7 @@ from pion_vllm_mlx.server.store.segment_header import (
 )
 from pion_vllm_mlx.server.store.segments import SegmentFolder
 from pion_vllm_mlx.server.store.shapes import RunShape
-from pion_vllm_mlx.server.store.state import State
-from pion_vllm_mlx.server.store.wal import Inline
+from pion_vllm_mlx.server.store.state import InlineRun, State
 
 #: files take whole ones of these on most file systems.
 _DISK_BLOCK_BYTES = 4096
@@ -91,22 +90,17 @@ class Mover:
     """
 
     def __init__(self, state: State, group: bytes, most_bytes: int) -> None:
-        inline = (
-            (session, layer, run)
-            for session in sessions_of(state, group)
-            for layer, rows in session.layers.items()
-            for run in rows.runs()
-            if isinstance(run.place, Inline)
-        )
-        self.runs: list[tuple[Session, int, Run]] = []
+        self.runs: list[InlineRun] = []
         self.nbytes = 0
         self.complete = True
-        for entry in inline:
+        for entry in state.inline_of(group):
             if self.nbytes >= most_bytes:
                 self.complete = False
                 break
             self.runs.append(entry)
-            self.nbytes += entry[2].shape.data_bytes
+            self.nbytes += entry.run.shape.data_bytes
+        # where they are read in order, they lie in order
+        self.runs.sort(key=lambda entry: (entry.session.sid, entry.layer, entry.run.start))
 
     def tensors_needed(self) -> int:
         return sum(len(run.shape.spec.parts()) for _, _, run in self.runs)
@@ -129,8 +123,9 @@ class Mover:
         return tensors, tuple(moves)
 
     def _copy(self, run: Run, segment: Segment, origin: int) -> None:
-        file, nbytes = place_file(run.place), run.shape.file_bytes
-        pwrite_all(segment.file.fd, pread_exactly(file.fd, nbytes, run.place.offset), origin)
+        source, target = place_file(run.place), segment.file
+        data = pread_exactly(source.fd, run.shape.file_bytes, run.place.offset)
+        pwrite_all(target.fd, data, origin)
         segment.written()
 
 

@@ -2,9 +2,9 @@
 
 A segment belongs to one segment group. While it is open, rows are written at
 its end, behind a header whose space was reserved. Sealing fills the header, cuts
-the tail and publishes the file: from then on it is a safetensors file that never
-changes, only disappears. Dead bytes are named U8 tensors, since safetensors
-allows no gaps.
+off what no record has named and publishes the file: from then on it is a safetensors
+file that never changes, only disappears. Dead bytes are named U8 tensors, since
+safetensors allows no gaps.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Segment:
 
     ``tail`` is where the next bytes go; ``writers`` counts regions handed out whose
     writing has not ended; ``uses`` counts runs and states that live here, ``guests`` those
-    of each other group (equal rows are stored once); ``named``: a record says what lives
-    here; ``flushed``: that may be on stable storage; ``abandoned`` holds begin and end of
-    regions that nothing came of; ``changed`` is where it says that its size may be another.
+    of each other group (equal rows are stored once); ``named_end``: what records have named
+    here, alive or dead, ends there (0: nothing); ``flushed``: that may be on stable storage;
+    ``abandoned`` holds begin and end of regions that nothing came of; ``changed`` is where it
+    says that its size may be another, ``due`` where it says that it is to be flushed.
     """
 
     name: str
@@ -51,11 +52,11 @@ class Segment:
     uses: int = 0
     guests: dict[bytes, int] = field(default_factory=dict)
     tensors: int = 0
-    dirty: bool = False
     flushed: bool = False
-    named: bool = False
+    named_end: int = 0
     abandoned: set[tuple[int, int]] = field(default_factory=set)
     changed: dict[str, Segment] | None = field(default=None, repr=False, compare=False)
+    due: dict[str, Segment] | None = field(default=None, repr=False, compare=False)
     _disk_bytes: int = 0
     _unlinked: FileHandle | None = None
 
@@ -78,10 +79,10 @@ class Segment:
         own = self.uses > sum(self.guests.values())
         return [self.group, *self.guests] if own else list(self.guests)
 
-    def settle(self, group: bytes) -> None:
-        """A run or state of a group lives here."""
+    def settle(self, group: bytes, end: int) -> None:
+        """A run or state of a group lives here, up to the byte ``end`` of the file."""
         self.uses += 1
-        self.named = True
+        self.named_end = max(self.named_end, end)
         if group != self.group:
             self.guests[group] = self.guests.get(group, 0) + 1
 
@@ -96,7 +97,7 @@ class Segment:
     @property
     def durable(self) -> bool:
         """Whether something that lives or lived here may be on stable storage."""
-        return self.flushed and self.named
+        return self.flushed and self.named_end > 0
 
     def unlink(self) -> None:
         """Remove the file; who still holds a run of it can read it to its end. Raises OSError."""
@@ -113,7 +114,9 @@ class Segment:
 
     def written(self) -> None:
         """Bytes of the file have changed, on whichever thread."""
-        self.dirty = True
+        due = self.due
+        if due is not None:
+            due[self.name] = self
         self.resized()
 
     def resized(self) -> None:

@@ -51,6 +51,8 @@ class SegmentFolder:
     _unlisted: bool = True
     _of_group: dict[bytes, dict[str, Segment]] = field(default_factory=dict)
     _disk_use: DiskUse = field(default_factory=DiskUse)
+    #: those to flush; filled by any thread
+    _due: dict[str, Segment] = field(default_factory=dict)
     _flushing: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def __post_init__(self) -> None:
@@ -67,6 +69,7 @@ class SegmentFolder:
     def _enter(self, segment: Segment, group: bytes) -> None:
         self.segments[segment.name] = segment
         self._disk_use.add(segment)
+        segment.due = self._due
         self._join(segment, group)
 
     def disk_bytes(self) -> int:
@@ -130,7 +133,8 @@ class SegmentFolder:
         for record in records:
             if isinstance(record, Rows) and record.segment and record.blob:
                 segment = self.segments[record.segment]
-                pwritev_all(segment.file.fd, [record.blob], record.offset)
+                file = segment.file
+                pwritev_all(file.fd, [record.blob], record.offset)
                 segment.written()
 
     def adopt(self, name: str, group: bytes) -> Segment:
@@ -150,8 +154,13 @@ class SegmentFolder:
         return segment
 
     def seal(self, segment: Segment, tensors: list[Tensor]) -> None:
-        """Fill the header and cut the tail; the caller logs it. May block; raises OSError."""
-        end = max((t.offset + t.length for t in tensors), default=segment.data_start)
+        """Fill the header and cut off what no record has named; the caller logs it.
+
+        Dead rows stay: that they died may not be on stable storage, and who reads them reads
+        on. May block; raises OSError.
+        """
+        ends = (tensor.offset + tensor.length for tensor in tensors)
+        end = max(segment.data_start, segment.named_end, *ends)
         header = build_header(tensors, segment.data_start, end)
         file = segment.file
         pwrite_all(file.fd, header, 0)
@@ -203,6 +212,8 @@ class SegmentFolder:
         """Nothing lives in a segment; its file stays where it is."""
         self.segments.pop(segment.name, None)
         self._disk_use.remove(segment)
+        segment.due = None
+        self._due.pop(segment.name, None)
         self._leave(segment)
         if self.open_of.get(segment.group) is segment:
             del self.open_of[segment.group]
@@ -227,13 +238,15 @@ class SegmentFolder:
         with self._flushing:
             flushed = False
             for segment in self.dirty() if segments is None else segments:
-                segment.dirty, segment.flushed = False, True
+                # first: what is written while it is flushed is due again
+                self._due.pop(segment.name, None)
+                segment.flushed = True
                 try:
                     file = segment.file
                     if file.fd >= 0:
                         flush(file.fd)
                 except OSError:
-                    segment.dirty = True
+                    segment.written()
                     raise
                 segment.resized()  # file systems round while they write
                 flushed = True
@@ -250,6 +263,5 @@ class SegmentFolder:
 
     def dirty(self) -> list[Segment]:
         """Segments to flush; one in which nothing lives goes, and need not be."""
-        # a copy of the table: other threads flush while the event loop adds segments
-        found = [segment for segment in list(self.segments.values()) if segment.dirty]
-        return [segment for segment in found if segment.uses or segment.writers]
+        # a copy of the table: other threads write and flush meanwhile
+        return [segment for segment in list(self._due.values()) if segment.uses or segment.writers]

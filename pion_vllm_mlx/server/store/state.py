@@ -39,11 +39,21 @@ MANY_RUNS = 256
 
 
 class InlineRun(NamedTuple):
-    """A run that still rides in the log, and where it shows."""
+    """A run that still rides in the log, as it was stored, and where it shows."""
 
-    group: bytes
-    layer: LayerRows
+    session: Session
+    layer: int
     run: Run
+
+    @property
+    def group(self) -> bytes:
+        return group_of(self.session.sid)
+
+
+def _moved(run: Run, segment: Segment, offset: int, padded: int) -> Run:
+    """The run that takes a run's place, with the same rows in a segment."""
+    shape = replace(run.shape, padded=padded)
+    return replace(run, place=InSegment(segment, offset), shape=shape)
 
 
 class SavedState(NamedTuple):
@@ -60,6 +70,7 @@ class State:
 
     ``states_under`` has the ids of states by each namespace that they belong to.
     ``segment_of`` finds the segment a record names (raises OSError);
+    ``inline_runs`` has the runs that still ride in the log, by their numbers;
     ``unused`` collects segments in which nothing lives any more, for the store to unlink;
     ``timed`` has the ids of sessions with a deadline; ``untidy`` the groups in which
     something died, or whose runs are many, since they were last looked at; ``unshared``
@@ -81,6 +92,7 @@ class State:
     compares: bool = True
     fresh: bool = True
     before_change: Callable[[bytes], None] | None = field(default=None, repr=False)
+    _inline_of: dict[bytes, dict[int, InlineRun]] = field(default_factory=dict)
     _clock: int = 0
     _free_slots: list[int] = field(default_factory=list)
 
@@ -144,7 +156,11 @@ class State:
 
     def inline_groups(self) -> set[bytes]:
         """Groups with runs that still ride in the log."""
-        return {inline.group for inline in self.inline_runs.values()}
+        return set(self._inline_of)
+
+    def inline_of(self, group: bytes) -> Iterable[InlineRun]:
+        """The runs of a group that still ride in the log, as they came."""
+        return self._inline_of.get(group, {}).values()
 
     def move_inline_states(self, saved: Iterable[SavedState]) -> None:
         """Read short states from the snapshot that now holds them."""
@@ -170,14 +186,16 @@ class State:
         spec = session.spec(record.layer)
         shape = RunShape(spec, record.rows, record.head_major, record.padded)
         group = group_of(record.sid)
-        place = self._place(record.segment, record.offset, group, logged.place)
+        place = self._place(record, shape.file_bytes, group, logged.place)
         run_id = record.run_id or logged.lsn
         crcs = record.crc, record.sent_crc
         shown = record.shown or record.rows
         run = Run(run_id, record.start, shape, place, *crcs, self.fresh, shown)
         layer = session.layers.setdefault(record.layer, LayerRows(spec))
         if isinstance(place, Inline):
-            self.inline_runs[run_id] = InlineRun(group, layer, run)
+            inline = InlineRun(session, record.layer, run)
+            self.inline_runs[run_id] = inline
+            self._inline_of.setdefault(group, {})[run_id] = inline
         if record.start < layer.count or len(layer.extents) >= MANY_RUNS:
             self.untidy[group] = None
         if self.compares:
@@ -218,13 +236,19 @@ class State:
                     if record.deadline_ms:
                         self.timed.add(session.sid)
 
-    def _place(self, name: str, offset: int, group: bytes, inline: Inline | None) -> Place:
-        if name:
-            segment = self.segment_of(name, group)
-            segment.settle(group)
+    def _place(
+        self,
+        record: records.Rows | records.StoreState,
+        nbytes: int,
+        group: bytes,
+        inline: Inline | None,
+    ) -> Place:
+        if record.segment:
+            segment = self.segment_of(record.segment, group)
+            segment.settle(group, record.offset + nbytes)
             if not segment.sealed:
-                segment.data_start = min(segment.data_start, offset)
-            return InSegment(segment, offset)
+                segment.data_start = min(segment.data_start, record.offset)
+            return InSegment(segment, record.offset)
         if inline is None:
             raise DamagedData("a record without a place for its bytes")
         return inline
@@ -238,8 +262,17 @@ class State:
                 self.untidy[place.segment.group] = None
 
     def _forget_run(self, run: Run, group: bytes) -> None:
-        self.inline_runs.pop(run.run_id, None)
+        self._rides_no_more(run.run_id)
         self._leave(run.place, group)
+
+    def _rides_no_more(self, run_id: int) -> InlineRun | None:
+        inline = self.inline_runs.pop(run_id, None)
+        if inline is not None:
+            mates = self._inline_of[inline.group]
+            del mates[run_id]
+            if not mates:
+                del self._inline_of[inline.group]
+        return inline
 
     def _drop(self, sid: bytes, reason: str, at: int) -> None:
         session = self.sessions.pop(sid, None)
@@ -266,23 +299,27 @@ class State:
         segment.header_bytes = record.header_bytes
         segment.header_crc = record.header_crc
         segment.header_verified = self.fresh
-        moved: dict[int, tuple[LayerRows, dict[int, Run]]] = {}
+        moved: dict[tuple[bytes, int], dict[int, tuple[int, int]]] = {}
         for run_id, offset, padded in record.moves:
-            inline = self.inline_runs.pop(run_id, None)
+            inline = self._rides_no_more(run_id)
             if inline is None:
                 continue
-            self._changes(inline.group + KEY_SUFFIX, inline.group + VALUE_SUFFIX, inline.group)
+            sid, group = inline.session.sid, inline.group
+            self._changes(group + KEY_SUFFIX, group + VALUE_SUFFIX, group)
             # a segment that was made for them belongs to their group
-            self.segment_of(record.segment, inline.group).settle(inline.group)
-            shape = replace(inline.run.shape, padded=padded)
-            run = replace(inline.run, place=InSegment(segment, offset), shape=shape)
-            moved.setdefault(id(inline.layer), (inline.layer, {}))[1][run_id] = run
-        for layer, runs in moved.values():
-            layer.replace_runs(runs)
+            end = offset + replace(inline.run.shape, padded=padded).file_bytes
+            self.segment_of(record.segment, group).settle(group, end)
+            moved.setdefault((sid, inline.layer), {})[run_id] = offset, padded
+        for (sid, number), places in moved.items():
+            rows = self.sessions[sid].layers[number]
+            runs = [run for run in rows.runs() if run.run_id in places]
+            rows.replace_runs(
+                {run.run_id: _moved(run, segment, *places[run.run_id]) for run in runs}
+            )
 
     def _store_state(self, record: records.StoreState, inline: Inline | None) -> None:
         self._changes(record.sid)
-        place = self._place(record.segment, record.offset, record.sid, inline)
+        place = self._place(record, record.length, record.sid, inline)
         layers = self.states.setdefault(record.sid, {})
         if not layers:
             for namespace in namespaces_of(record.sid):
