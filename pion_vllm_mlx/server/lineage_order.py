@@ -11,21 +11,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
 from pion_vllm_mlx.server.keyspace.values import SortedSet
 from pion_vllm_mlx.server.lineage import number_of
-from pion_vllm_mlx.server.store.eviction import (
-    LeastRecentlyUsed,
-    PinLimits,
-    Shortage,
-    protected,
-)
+from pion_vllm_mlx.server.store.eviction import LeastRecentlyUsed, PinLimits, protected
 from pion_vllm_mlx.server.store.index import Session, group_of
-from pion_vllm_mlx.server.store.state import State
 
 MOST_ANCHORS = 16
 """As many anchors leave after all else that is not pinned, those that were used last."""
@@ -70,10 +64,8 @@ class LineageOrder(LeastRecentlyUsed):
         #: what was read from the names of the sessions that there were last time
         self._names: dict[bytes, _Segment | None] = {}
 
-    def victims(
-        self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
-    ) -> Iterator[Session]:
-        order = self._by_use(state)
+    def order(self, sessions: Iterable[Session]) -> Iterator[Session]:
+        order = self._by_use(sessions)
         kept = protected(self.pins, reversed(order))
         anchors = self._anchors()
         yield from (
@@ -95,21 +87,22 @@ class LineageOrder(LeastRecentlyUsed):
             score = self._scores(segment.loose).get(segment.namespace, -math.inf)
         return score
 
-    def _by_use(self, state: State) -> list[Session]:
-        """All sessions, those of lineages by the last use that their index tells.
+    def _by_use(self, sessions: Iterable[Session]) -> list[Session]:
+        """Sessions by their use, those of lineages by the last use that their index tells.
 
         One that is not shown yet was used when it got its number; what no index names, never.
         """
-        order = state.by_access()
+        order = sorted(sessions, key=lambda session: session.accessed)
         used = self._scores(_LRU)
         loose: dict[bytes, Mapping[bytes, float]] = {}
-        names, self._names = self._names, {}
+        names: dict[bytes, _Segment | None] = {}
         mine: list[tuple[float, int, int]] = []
         for place, session in enumerate(order):
             sid = session.sid
             if not sid.startswith(_ROWS):
                 continue
-            segment = self._names[sid] = names[sid] if sid in names else _segment_of(sid)
+            known = sid in self._names
+            segment = names[sid] = self._names[sid] if known else _segment_of(sid)
             if segment is None:
                 continue
             score = used.get(segment.member)
@@ -118,6 +111,8 @@ class LineageOrder(LeastRecentlyUsed):
                     loose[segment.loose] = self._scores(segment.loose)
                 score = loose[segment.loose].get(segment.namespace, -math.inf)
             mine.append((score, -segment.number, place))
+        if names:  # a tenant's sessions are none of lineages
+            self._names = names
         places = [place for _, _, place in mine]
         # one after the other: a sort of tuples holds all threads up five times as long
         mine.sort(key=itemgetter(1))

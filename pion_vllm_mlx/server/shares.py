@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -43,19 +43,20 @@ from pion_vllm_mlx.server.tenants import Tenant, owner_of
 
 @dataclass
 class Ledger:
-    """Bytes by name, their sum by owner, and how many names are an owner's."""
+    """Bytes by name, their sum by owner, and the names that are an owner's, in order."""
 
     tenants: Collection[bytes]
     bytes_of: dict[bytes, int] = field(default_factory=dict)
     totals: Counter[bytes] = field(default_factory=Counter)
-    counts: Counter[bytes] = field(default_factory=Counter)
-    _there: set[bytes] = field(default_factory=set)
+    names: dict[bytes, dict[bytes, None]] = field(default_factory=dict)
 
     def count(self, name: bytes, there: bool) -> None:
         """A name is one of its owner's, whatever it holds, or is not any more."""
-        if there != (name in self._there):
-            (self._there.add if there else self._there.discard)(name)
-            self.counts[owner_of(name, self.tenants)] += 1 if there else -1
+        mine = self.names.setdefault(owner_of(name, self.tenants), {})
+        if there:
+            mine[name] = None
+        else:
+            mine.pop(name, None)
 
     def put(self, name: bytes, nbytes: int) -> None:
         """A name counts so many bytes from now on; 0: it is gone."""
@@ -67,6 +68,7 @@ class Ledger:
     def clear(self) -> None:
         self.bytes_of.clear()
         self.totals.clear()
+        self.names.clear()
 
 
 def session_bytes(session: Session) -> int:
@@ -91,6 +93,12 @@ class FairShare(EvictionPolicy):
     def used(self, session: Session) -> object:
         return self._inner.used(session)
 
+    def order(self, sessions: Iterable[Session]) -> Iterator[Session]:
+        return self._inner.order(sessions)
+
+    def held_by(self, owner: bytes, state: State) -> Collection[bytes]:
+        return self._sessions.names.get(owner, {}).keys()
+
     def victims(
         self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
     ) -> Iterator[Session]:
@@ -107,8 +115,9 @@ class FairShare(EvictionPolicy):
         self, of: OwnersOrder, shortage: Shortage, arriving: Sequence[bytes]
     ) -> Iterator[Session]:
         ledger = self._sessions
-        held = ledger.counts if shortage is Shortage.SESSIONS else ledger.totals
-        found = {owner: of(owner) for owner, count in ledger.counts.items() if count}
+        counts = {owner: len(names) for owner, names in ledger.names.items() if names}
+        found = {owner: of(owner) for owner in counts}
+        held = counts if shortage is Shortage.SESSIONS else ledger.totals
         return self._in_turn(found, Counter(held), shortage, arriving)
 
     def _in_turn(
@@ -171,6 +180,7 @@ class Shares:
     def _count_states(self, sid: bytes) -> None:
         blobs = self._store.state.states.get(sid, {})
         self.states.put(sid, sum(blob.length for blob in blobs.values()))
+        self.states.count(sid, bool(blobs))
 
     def _effects(self, effects: Sequence[Record]) -> None:
         for effect in effects:
@@ -270,11 +280,10 @@ class Shares:
 
     def _leaving_first(self, tenant: bytes) -> Iterator[bytes]:
         """Namespaces of a tenant, least recently used first, then states without one."""
-        mine, seen = tenant + b":", set[bytes]()
+        seen = set[bytes]()
         order = self._store.space.in_order_of(tenant)
         groups = (group_of(session.sid) for session in order)
-        alone = (sid for sid in self._store.state.states if sid.startswith(mine))
-        for group in chain(groups, alone):
+        for group in chain(groups, self.states.names.get(tenant, ())):
             if group not in seen:
                 seen.add(group)
                 yield group

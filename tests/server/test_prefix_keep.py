@@ -94,8 +94,9 @@ def test_a_look_that_is_used_up_is_followed_by_another(
 
 @pytest.mark.parametrize("shortage", Shortage)
 def test_an_order_out_of_one_look_is_the_policy_s_own_also_among_tenants(
-    tmp_path: Path, shortage: Shortage
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shortage: Shortage
 ) -> None:
+    monkeypatch.setattr(f"{SPACE}.MANY", 0)
     with Driver(tmp_path, Options(quota=1 << 30)) as driver:
         for number in range(9):
             driver.ask(*register(f"n{number}"))

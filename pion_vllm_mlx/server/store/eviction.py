@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import islice
@@ -37,12 +37,10 @@ class EvictionPolicy(ABC):
     """Chooses which session leaves next."""
 
     @abstractmethod
-    def victims(
-        self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
-    ) -> Iterator[Session]:
-        """Sessions in the order they should leave, for the sids ``arriving`` where they do.
+    def order(self, sessions: Iterable[Session]) -> Iterator[Session]:
+        """These sessions in the order they should leave, if they were all there are.
 
-        Called under the write lock; must not change the state. Good until the next record.
+        Called under the write lock. Good until the next record.
         """
 
     @abstractmethod
@@ -52,6 +50,19 @@ class EvictionPolicy(ABC):
     @abstractmethod
     def used(self, session: Session) -> object:
         """What is another when the session was used since: it does not leave in its old turn."""
+
+    def victims(
+        self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
+    ) -> Iterator[Session]:
+        """Sessions in the order they should leave, for the sids ``arriving`` where they do.
+
+        Called under the write lock; must not change the state. Good until the next record.
+        """
+        return self.order(state.sessions.values())
+
+    def held_by(self, owner: bytes, state: State) -> Collection[bytes]:
+        """The sids of an owner's sessions."""
+        return state.sessions.keys()
 
     def pick(
         self, of: OwnersOrder, shortage: Shortage, arriving: Sequence[bytes]
@@ -130,10 +141,8 @@ class LeastRecentlyUsed(EvictionPolicy):
     def used(self, session: Session) -> object:
         return session.accessed
 
-    def victims(
-        self, state: State, shortage: Shortage, arriving: Sequence[bytes] = ()
-    ) -> Iterator[Session]:
-        order = state.by_access()
+    def order(self, sessions: Iterable[Session]) -> Iterator[Session]:
+        order = sorted(sessions, key=lambda session: session.accessed)
         kept = protected(self.pins, reversed(order))
         yield from (session for session in order if session.sid not in kept)
         yield from (session for session in order if session.sid in kept)

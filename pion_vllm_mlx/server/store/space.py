@@ -113,6 +113,8 @@ class Space:
             limits = PinLimits.half_of(self.max_sessions, disk_budget)
             self.pin_limits = replace(limits, owner=self.pin_limits.owner)
             self.policy.limit_pins(self.pin_limits)
+            if self.standing is not None and self.standing.loose:
+                self.standing = None  # pins protect what they did not
 
     def _free(self) -> int:
         return shutil.disk_usage(self.segments.path).free
@@ -158,6 +160,7 @@ class Space:
         effects: list[Record] = []
         stray, victims = self._out_of_many(excess)
         if stray is None and not victims:
+            self._look_again()
             stray = oldest_stray(self.state)
             victims = self._byte_victims(at_last=stray is None)
         if stray and all(session.pinned or session.accessed > stray[1] for session in victims):
@@ -246,7 +249,7 @@ class Space:
         if count > 0 and (standing := self._standing()) is not None:
             victims = list(standing.next(Shortage.SESSIONS, arriving, count))
         if count > len(victims):
-            self._asked = True
+            self._look_again()
             kept = protected(self.pin_limits, reversed(self.state.by_access()))
             order = self.policy.victims(self.state, Shortage.SESSIONS, arriving)
             victims = sorted(order, key=lambda session: session.sid in kept)[:count]
@@ -260,6 +263,7 @@ class Space:
     def look_is_due(self, evicting: bool = False) -> bool:
         """Whether whoever evicts needs another look at all there is; ``evicting``: at once."""
         if len(self.state.sessions) + len(self.state.states) <= MANY:
+            self.standing = None
             return False
         full = len(self.state.sessions) > self.max_sessions - _NEARLY_FULL
         if self.standing is None:
@@ -271,15 +275,21 @@ class Space:
         self._asked = False
         self.standing = None  # the former one makes room first
         with not_collecting():
-            self.standing = Standing.look(self.state, self.policy, self.pin_limits)
+            self.standing = Standing.look(self.state, self.policy, self.pin_limits, MANY)
 
     def in_order_of(self, owner: bytes) -> Iterator[Session]:
-        """An owner's sessions in the order they should leave where bytes are short."""
+        """An owner's sessions in the order they should leave, some of them twice."""
         standing = self._standing()
         if standing is not None:
             yield from standing.of(owner)
-        order = self.policy.victims(self.state, Shortage.BYTES)
-        yield from (session for session in order if self.pin_limits.owner(session.sid) == owner)
+        sids = self.policy.held_by(owner, self.state)
+        yield from self.policy.order([self.state.sessions[sid] for sid in sids])
+
+    def _look_again(self) -> None:
+        """The last look did not do."""
+        self._asked = True
+        if self.standing is not None:
+            self.standing.spent = True
 
     def _standing(self) -> Standing | None:
         """The last look, where it is worth one."""

@@ -7,7 +7,7 @@ order stays good for it. So an eviction costs what it evicts, not what there is.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -33,30 +33,35 @@ FRESH_SECONDS = 60.0
 class Standing:
     """The order of one look: sessions that pins do not protect, by owner, and strays.
 
-    ``free``: each with what the policy said of its use. ``loose`` are the groups of pinned
-    sessions that are beyond what pins protect; ``spent``: somebody's sessions ran out.
+    ``free``: the sid of each with what the policy said of its use; never the session, with which
+    the files of its rows would stay open after it went. ``kept`` counts who pins protect.
+    ``loose`` are the groups of pinned sessions that are beyond what pins protect; ``spent``: the
+    order ran out of somebody's more than ``many`` sessions, or did not do.
     """
 
     state: State
     policy: EvictionPolicy
-    free: dict[bytes, deque[tuple[Session, object]]] = field(default_factory=dict)
+    many: int
+    free: dict[bytes, list[tuple[bytes, object]]] = field(default_factory=dict)
+    kept: Counter[bytes] = field(default_factory=Counter)
     strays: deque[tuple[bytes, int]] = field(default_factory=deque)
     loose: set[bytes] = field(default_factory=set)
     spent: bool = False
     made: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def look(cls, state: State, policy: EvictionPolicy, pins: PinLimits) -> Standing:
+    def look(cls, state: State, policy: EvictionPolicy, pins: PinLimits, many: int) -> Standing:
         """Look at everything. Under the write lock; on any thread, while others read."""
-        made = cls(state, policy, strays=deque(strays(state)))
+        made = cls(state, policy, many, strays=deque(strays(state)))
         # first: who is used from now on loses the place that the order has for it
         used = {session.sid: policy.used(session) for session in list(state.sessions.values())}
         kept = protected(pins, reversed(state.by_access()))
         for session in policy.victims(state, Shortage.SESSIONS):
+            owner = pins.owner(session.sid)
             if session.sid in kept:
+                made.kept[owner] += 1
                 continue
-            queue = made.free.setdefault(pins.owner(session.sid), deque())
-            queue.append((session, used[session.sid]))
+            made.free.setdefault(owner, []).append((session.sid, used[session.sid]))
             if session.pinned:
                 made.loose.add(group_of(session.sid))
         return made
@@ -67,20 +72,53 @@ class Standing:
         return self.spent or time.monotonic() > self.made + FRESH_SECONDS
 
     def of(self, owner: bytes) -> Iterator[Session]:
-        """An owner's sessions that nobody used since, in order. Good until the next record."""
-        queue = self.free.get(owner)
-        if queue is None:
+        """An owner's sessions that nobody used since, in order. Good until the next record.
+
+        Where these run out, its other ones, if they are few; else the order is ``spent``.
+        """
+        given: set[bytes] = set()
+        for session in self._unused(owner):
+            given.add(session.sid)
+            yield session
+        sids = self.policy.held_by(owner, self.state)
+        if len(sids) <= len(given) + self.kept[owner]:
             return
-        while queue and not self._as_it_was(*queue[0]):
-            queue.popleft()
-        yield from (session for session, used in queue if self._as_it_was(session, used))
-        self.spent = True
+        if len(sids) > self.many:
+            self.spent = True
+            return
+        order = self.policy.order([self.state.sessions[sid] for sid in sids])
+        self.free[owner] = [(session.sid, self.policy.used(session)) for session in order]
+        yield from (session for session in self._unused(owner) if session.sid not in given)
+
+    def _unused(self, owner: bytes) -> Iterator[Session]:
+        """An owner's sessions that are as they were, without those that are not any more."""
+        queue = self.free.get(owner, [])
+        alive: list[tuple[bytes, object]] = []
+        at = 0
+        while at < len(queue):
+            session = self._as_it_was(*queue[at])
+            if session is None:
+                at += 1
+                continue
+            if at >= 2 * len(alive):  # half of what was passed is no more: nobody passes it again
+                queue[:at] = alive
+                at = len(alive)
+            alive.append(queue[at])
+            at += 1
+            yield session
+        queue[:at] = alive
 
     def next(
         self, shortage: Shortage, arriving: Sequence[bytes], count: int | None = None
     ) -> Iterator[Session]:
-        """Sessions in the order they should leave, ``count`` of them at most."""
-        return islice(self.policy.pick(self.of, shortage, arriving), count)
+        """Sessions in the order they should leave, ``count`` of them at most.
+
+        None any more where the order is spent: in the place of whom it lacks others would leave.
+        """
+        for session in islice(self.policy.pick(self.of, shortage, arriving), count):
+            if self.spent:
+                return
+            yield session
 
     def protects(self, group: bytes) -> bool:
         """Whether pins protect a group."""
@@ -97,12 +135,15 @@ class Standing:
             self.strays.popleft()
         return None
 
-    def _as_it_was(self, session: Session, used: object) -> bool:
-        """Whether a session is there, unused since, and not pinned since."""
-        if self.state.sessions.get(session.sid) is not session:
-            return False
-        pinned = session.pinned and group_of(session.sid) not in self.loose
-        return not pinned and self.policy.used(session) == used
+    def _as_it_was(self, sid: bytes, used: object) -> Session | None:
+        """A session, where it is there, unused since, and not pinned since.
+
+        One that is there again was used since: its clock tells.
+        """
+        session = self.state.sessions.get(sid)
+        if session is None or (session.pinned and group_of(sid) not in self.loose):
+            return None
+        return session if self.policy.used(session) == used else None
 
     def _sides(self, group: bytes) -> Iterator[Session]:
         yield from self.state.sides(group)
