@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import pytest
+
+from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.segment import SUFFIX, Segment
 from pion_vllm_mlx.server.store.segments import SegmentFolder
 from tests.recovery.driving import Driver
@@ -20,24 +25,24 @@ RUN_ROWS = 64
 
 
 class Disk:
-    """How much of each file is on stable storage: what it had when it was last flushed."""
+    """What of each file is on stable storage: what it held when it was last flushed."""
 
     def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
+        self.flushed: dict[int, bytes] = {}
         self._real = os.fsync
 
     def fsync(self, fd: int) -> None:
-        """Flush, and remember how long the file was before."""
+        """Flush, and remember what the file held before."""
         before = os.fstat(fd)
+        held = os.pread(fd, before.st_size, 0) if stat.S_ISREG(before.st_mode) else b""
         self._real(fd)
-        self.sizes[before.st_ino] = before.st_size
+        self.flushed[before.st_ino] = held
 
     def cut_power(self, folder: Path) -> None:
-        """Rows and records end where they ended at their last flush."""
+        """Rows, headers and records are what they were at their last flush."""
         for path in folder.rglob("*"):
             if path.name.endswith(SUFFIX) or ".wal" in path.name:
-                found = path.stat()
-                os.truncate(path, min(found.st_size, self.sizes.get(found.st_ino, 0)))
+                path.write_bytes(self.flushed.get(path.stat().st_ino, b""))
 
 
 @contextmanager
@@ -90,6 +95,39 @@ def test_a_log_that_a_save_shortens_names_no_rows_that_are_not_flushed(folder: P
         expected = driver.content()
     with Driver(folder) as driver:
         assert not driver.store.replayed.notes
+        assert driver.content() == expected
+
+
+def test_a_snapshot_tells_of_no_seal_that_is_not_flushed(folder: Path) -> None:
+    with committed(folder) as driver:
+        saver = driver.store.saver
+        seal_in_steps, publish, flush = saver._seal_in_steps, saver._publish, SegmentFolder.flush
+
+        async def stored_behind_it() -> None:
+            await seal_in_steps()
+            await driver._ask(rows("a_pk", 0, RUN_ROWS, RUN_ROWS))
+            assert await driver._ask(("KV.PREFIX.COMMIT",)) == "OK"
+
+        def mapped_behind_it(folder: SegmentFolder) -> None:
+            flush(folder)
+            answer = driver._ask(("KV.PREFIX.MAP", "a"))
+            asyncio.run_coroutine_threadsafe(answer, driver.loop).result(60)
+
+        def published(*given: Any) -> None:
+            with mock.patch.object(SegmentFolder, "flush", mapped_behind_it):
+                publish(*given)
+            raise OSError("the power is cut")
+
+        with (
+            mock.patch.object(saver, "_seal_in_steps", stored_behind_it),
+            mock.patch.object(saver, "_publish", published),
+            pytest.raises(CommandError),
+        ):
+            driver.ask("KV.PREFIX.SAVE")
+        assert driver.store.paths.vstore.exists()
+        assert all(session.published for session in driver.store.state.sessions.values())
+        expected = driver.content()
+    with Driver(folder) as driver:
         assert driver.content() == expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -213,8 +213,8 @@ def test_writes_are_acknowledged_while_the_snapshot_of_an_explicit_save_is_writt
     assert content_of(folder) == expected
 
 
-def some_change(dice: random.Random) -> tuple[Word, ...]:
-    """A command of any kind to one of some prefixes."""
+def some_change(dice: random.Random, points: Mapping[str, int]) -> tuple[Word, ...]:
+    """A command of any kind to one of some prefixes; ``points``: to roll sessions back to."""
     name = f"n{dice.randrange(12)}"
     sid = name + dice.choice(["_pk", "_pv"])
     return dice.choice(
@@ -222,7 +222,7 @@ def some_change(dice: random.Random) -> tuple[Word, ...]:
             *[rows(sid, dice.randrange(2), dice.randrange(40), dice.choice([1, 9, 600]))] * 4,
             *[state(name, dice.randrange(2), 100, dice.randrange(99))] * 2,
             ("KV.PREFIX.DROP", name),
-            ("V.TRUNCATE", sid, dice.randrange(9)),
+            *[("V.RESTORE", sid, points.get(sid, 1))] * 2,
             ("KV.PREFIX.MAP", name),
             ("KV.PREFIX.EXPIRE", name, 1000),
             register(name),
@@ -236,14 +236,16 @@ def test_what_changes_while_the_state_is_copied_is_copied_as_it_was(
 ) -> None:
     monkeypatch.setattr(freezing, "PART", 1)
     dice = random.Random(seed)
+    points: dict[str, int] = {}
     with Driver(folder) as driver:
         for number in range(12):
             driver.ask(*register(f"n{number}"))
             driver.ask(*rows(f"n{number}_pk", 0, 0, dice.choice([5, 600])))
+            points[f"n{number}_pk"] = driver.ask("V.SNAPSHOT", f"n{number}_pk")
             driver.ask(*state(f"n{number}", 0, 100, number))
         for _ in range(40):
             with suppress(CommandError):
-                driver.ask(*some_change(dice))
+                driver.ask(*some_change(dice, points))
 
         def described(state: State) -> list[str]:
             found = [one for one in snapshot.vstore_records(state) if not isinstance(one, Seal)]
@@ -254,7 +256,7 @@ def test_what_changes_while_the_state_is_copied_is_copied_as_it_was(
             copying = asyncio.ensure_future(freezing.Freezing(driver.store.state).copied())
             for _ in range(30):
                 with suppress(CommandError):
-                    await driver._ask(some_change(dice))
+                    await driver._ask(some_change(dice, points))
             return then, described(await copying), described(driver.store.state)
 
         then, copied, now = driver.loop.run_until_complete(both())

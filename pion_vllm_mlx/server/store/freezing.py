@@ -31,8 +31,9 @@ def not_collecting() -> Iterator[None]:
 class Freezing:
     """Copies a state for a snapshot that is written while it changes.
 
-    What is about to change is copied just before. The copy shares what never changes: runs and
-    their places, lists of extents. Belongs to the event loop.
+    What is about to change is copied just before. The copy shares what never changes: the places
+    of runs, lists of extents; and runs, whose ``shown`` and ``live`` are those of later. States
+    keep their order. Belongs to the event loop.
     """
 
     def __init__(self, state: State) -> None:
@@ -41,7 +42,8 @@ class Freezing:
         self._sessions = dict(state.sessions)
         self._states = dict(state.states)
         self._copied_sessions: dict[bytes, Session] = {}
-        self._copied_states: dict[bytes, dict[int, StateBlob]] = {}
+        # what is not copied yet stands in for its copy
+        self._copied_states: dict[bytes, dict[int, StateBlob]] = dict(state.states)
         state.before_change = self._keep
 
     async def copied(self) -> State:

@@ -123,7 +123,7 @@ class LayerRows:
         """Let ``length`` be the token count, with no row behind it; the runs that went."""
         runs = self.runs()
         for run in runs:
-            # also where another run lies over its end: a snapshot keeps only what shows
+            # also where another run lies over its end: what was exported shows as much no more
             run.shown = max(0, min(run.shown, length - run.start))
         kept: list[Extent] = []
         for old in self.extents:
@@ -167,6 +167,15 @@ class LayerRows:
     def runs(self) -> list[Run]:
         """Every run that shows, in order of position, each once."""
         return list({id(extent.run): extent.run for extent in self.extents}.values())
+
+    def showing(self) -> list[tuple[Run, int]]:
+        """As ``runs``, each with the number of its first rows that end with the last one shown.
+
+        By the extents alone: a copy of them (``freezing``) shares the runs, and says what
+        showed when it was made.
+        """
+        found = {id(e.run): (e.run, e.row + e.end - e.start) for e in self.extents}
+        return list(found.values())
 
     def live_rows(self) -> int:
         return sum(extent.end - extent.start for extent in self.extents)

@@ -15,6 +15,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from pion_vllm_mlx.server.store.compaction import Job, RowsCopy, plan
+from pion_vllm_mlx.server.store.records import Record
 from pion_vllm_mlx.server.store.sharing import Sharer
 from pion_vllm_mlx.server.store.store import Store
 from pion_vllm_mlx.server.store.verifying import drop_damaged, drop_damaged_state
@@ -48,8 +49,7 @@ class Reclaimer:
         until it changes again.
         """
         store = self.store
-        if not store.config.wal and store.paths.vstore.exists():
-            # the snapshot names the old segments, and no log would name the new ones
+        if store.saver.binds():
             return False
         if store.space.emptied():
             # the flush that they wait for has failed
@@ -69,10 +69,15 @@ class Reclaimer:
 
     async def _carry_out(self, job: Job) -> None:
         store = self.store
+
+        def build() -> list[Record]:
+            # a save may have begun since this step did
+            return [] if store.saver.binds() else job.effects(store.state)
+
         try:
             await store.run(job.carry_out)
             if job.damaged is None:
-                await store.commit(lambda: job.effects(store.state), copied=True)
+                await store.commit(build, copied=True)
         finally:
             self._end(job)
         if job.damaged is None:

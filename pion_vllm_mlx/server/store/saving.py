@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store import framing, snapshot
 from pion_vllm_mlx.server.store.files import not_rewritten, publish, refusals
-from pion_vllm_mlx.server.store.freezing import Freezing, not_collecting
+from pion_vllm_mlx.server.store.freezing import PART, Freezing, not_collecting
 from pion_vllm_mlx.server.store.index import Place
 from pion_vllm_mlx.server.store.sealing import seal_bytes
 from pion_vllm_mlx.server.store.state import SavedState, State
@@ -100,6 +100,16 @@ class Saver:
         store = self._store
         return [(store.vstore_wal, store.paths.vstore), (store.ssm_wal, store.paths.ssm)]
 
+    def binds(self) -> bool:
+        """Whether rows stay in the files in which they are.
+
+        Without a log no record would say where they went, and a snapshot, there or being
+        written, names the files that would go.
+        """
+        if self._store.config.wal:
+            return False
+        return self.one_at_a_time.locked() or self._store.paths.vstore.exists()
+
     # -- at once ---------------------------------------------------------------
 
     async def at_once(self, path: Path) -> None:
@@ -123,7 +133,7 @@ class Saver:
             await store.seal_locked(batch)
         owed = store.space.owed
         saved = await store.run(lambda: self._write_snapshots(path))
-        store.state.move_inline_states(saved)
+        await self._read_in_snapshot(saved, store.state)
         await store.run(self._empty_logs)
         store.space.saved(owed)
 
@@ -161,7 +171,7 @@ class Saver:
     async def in_steps(self, whole: bool = False) -> None:
         """Save while stores go on; ``whole``: also a log that is short.
 
-        Raises CommandError; then the logs are as long as before.
+        Raises CommandError; then each log holds what its snapshot, old or new, does not.
         """
         async with self.one_at_a_time:
             try:
@@ -221,13 +231,13 @@ class Saver:
         with not_collecting():
             frozen = await freezing.copied()
             saved = await store.run(lambda: self._publish(frozen, logs))
+        await self._read_in_snapshot(saved, frozen)
         await store.run(store.segments.flush)  # so that little of it is left for the lock
         try:
             tails = await store.run(
                 lambda: [WalTail(log.wal, log.size) if log.wal.enabled else None for log in logs]
             )
             async with store.write_lock:
-                store.state.move_inline_states(_unchanged(store.state, frozen, saved))
                 await store.run(lambda: self._shorten(logs, tails))
         except OSError:
             for log in logs:  # the other log's tail is of no use, either
@@ -239,14 +249,23 @@ class Saver:
     def _publish(self, frozen: State, logs: Iterable[_Log]) -> list[SavedState]:
         """Write the snapshots of the logs. Blocks; raises OSError."""
         store = self._store
+        # what is sealed from now on is not on stable storage with this flush: its record is logged
+        sealed = snapshot.sealed_names(list(store.segments.segments.values()))
         store.segments.flush()
         saved: list[SavedState] = []
         for log in logs:
             if log.wal is store.vstore_wal:
-                _publish_manifest(log.snapshot_path, frozen, log.covered_lsn)
+                _publish_manifest(log.snapshot_path, frozen, log.covered_lsn, sealed)
             else:
                 saved = snapshot.publish_states(log.snapshot_path, frozen, log.covered_lsn)
         return saved
+
+    async def _read_in_snapshot(self, saved: Iterable[SavedState], frozen: State) -> None:
+        """Let short states be read where the snapshot of ``frozen`` holds them, some at a time."""
+        state, waiting = self._store.state, iter(saved)
+        while part := list(islice(waiting, PART)):
+            state.move_inline_states(_unchanged(state, frozen, part))
+            await asyncio.sleep(0)
 
     def _shorten(self, logs: Iterable[_Log], tails: Iterable[WalTail | None]) -> None:
         """Let each log begin behind what its snapshot covers. The write lock is held.
@@ -261,8 +280,10 @@ class Saver:
             log.wal.replace(tail, log.wal.next_lsn - 1 - log.covered_lsn)
 
 
-def _publish_manifest(path: Path, state: State, covered_lsn: int) -> None:
-    content = snapshot.vstore_records(state)
+def _publish_manifest(
+    path: Path, state: State, covered_lsn: int, sealed: Collection[str] | None = None
+) -> None:
+    content = snapshot.vstore_records(state, sealed)
     publish(path, snapshot.chunks(framing.VSTORE_SNAPSHOT, covered_lsn, content))
 
 

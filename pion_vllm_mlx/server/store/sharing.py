@@ -320,6 +320,8 @@ class Sharer:
         made: list[tuple[Pair, Record]] = []
 
         def build() -> list[Record]:
+            if store.saver.binds():  # a save may have begun since this step did
+                return []
             made.extend((pair, effect) for pair in equal for effect in pair.effect(store.state))
             return [effect for _, effect in made]
 

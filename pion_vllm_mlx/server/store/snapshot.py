@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from crc32c import crc32c
@@ -56,7 +56,7 @@ def _kept(place: Place, length: int) -> tuple[str, int, bytes]:
     return "", 0, pread_exactly(place.file.fd, length, place.offset)
 
 
-def _run_record(session: Session, layer: int, run: Run) -> records.Rows:
+def _run_record(session: Session, layer: int, run: Run, shown: int) -> records.Rows:
     shape = run.shape
     segment, offset, blob = _kept(run.place, shape.file_bytes)
     return records.Rows(
@@ -72,7 +72,7 @@ def _run_record(session: Session, layer: int, run: Run) -> records.Rows:
         offset,
         blob,
         run.run_id,
-        run.shown if run.shown < shape.rows else 0,
+        shown if shown < shape.rows else 0,
     )
 
 
@@ -86,10 +86,16 @@ def _keeping(session: Session) -> Iterator[records.Record]:
         yield records.Expire((session.sid,), session.deadline_ms)
 
 
-def vstore_records(state: State) -> Iterator[records.Record]:
+def sealed_names(segments: Iterable[Segment]) -> set[str]:
+    """The names of those that are sealed now."""
+    return {segment.name for segment in segments if segment.sealed}
+
+
+def vstore_records(state: State, sealed: Collection[str] | None = None) -> Iterator[records.Record]:
     """Sessions least recently used first, each with its runs as they arrived; then seals.
 
-    Replaying a session's runs touches it, so that the order of access is this order.
+    Replaying a session's runs touches it, so that the order of access is this order. Seals are
+    told of segments among ``sealed``, by default of all that are sealed by the end.
     """
     for session in state.by_access():
         specs = {layer: (spec.width, spec.fmt, spec.heads) for layer, spec in session.specs.items()}
@@ -97,9 +103,9 @@ def vstore_records(state: State) -> Iterator[records.Record]:
             session.sid, session.dim, session.requested, session.fmt, session.heads, specs
         )
         yield from _keeping(session)
-        runs = [(layer, run) for layer, rows in session.layers.items() for run in rows.runs()]
-        for layer, run in sorted(runs, key=lambda entry: entry[1].run_id):
-            yield _run_record(session, layer, run)
+        runs = [(layer, *one) for layer, rows in session.layers.items() for one in rows.showing()]
+        for layer, run, shown in sorted(runs, key=lambda entry: entry[1].run_id):
+            yield _run_record(session, layer, run, shown)
         # a truncation may leave a count that no run reaches
         counts = {
             layer: rows.count
@@ -108,14 +114,20 @@ def vstore_records(state: State) -> Iterator[records.Record]:
         }
         if counts:
             yield records.Truncate(session.sid, counts)
-    for segment in live_segments(state):
-        if segment.sealed:
+    segments = live_segments(state)
+    told = sealed_names(segments) if sealed is None else sealed
+    for segment in segments:
+        if segment.name in told:
             yield records.Seal(segment.name, segment.size, segment.header_bytes, segment.header_crc)
 
 
 def ssm_records(state: State) -> Iterator[records.Record]:
-    """Every recurrent state; short ones with their bytes."""
-    for sid, layers in state.states.items():
+    """Every recurrent state, least recently used first; short ones with their bytes.
+
+    A start knows no times: this order is all that it has.
+    """
+    found = state.states.items()
+    for sid, layers in sorted(found, key=lambda one: max(b.accessed for b in one[1].values())):
         for layer, blob in layers.items():
             segment, offset, data = _kept(blob.place, blob.length)
             yield records.StoreState(sid, layer, blob.length, blob.crc, segment, offset, data)
