@@ -252,7 +252,7 @@ def kv_prefix_info(context: Context, args: list[Arg]) -> Reply:
     "KV.PREFIX.SAVE",
     -1,
     "Writes the snapshots, and with a path in the data folder a portable copy too, over another "
-    "one but no other file; then truncates the logs.",
+    "one but no other file; then shortens the logs to what was logged meanwhile.",
     syntax="[path]",
     kvcache=True,
 )

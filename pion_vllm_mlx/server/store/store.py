@@ -374,7 +374,7 @@ class Store:
         """Seal, write both snapshots, shorten the logs to what is logged meanwhile.
 
         With a portable copy at ``path`` writes wait while it is written. Raises CommandError;
-        then the previous snapshots and logs stand.
+        then each log holds what its snapshot, the previous or the new one, does not.
         """
         await self.wait_for_writers(self.unsealed_segments())
         saver = self.saver

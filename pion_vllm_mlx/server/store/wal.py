@@ -55,7 +55,10 @@ class Written(NamedTuple):
 
 
 class Wal:
-    """An append-only log. The store's write lock is held around all but ``flush``."""
+    """An append-only log.
+
+    The store's write lock is held around all but ``flush`` and ``copy``.
+    """
 
     def __init__(self, path: Path, magic: bytes, next_lsn: int, enabled: bool) -> None:
         self.path = path
