@@ -199,7 +199,8 @@ class Session:
     ``expects_head_major`` is the layout in which its last rows came: a guess, used to
     receive long rows straight into their place. ``rollback`` holds the token counts of its
     layers at each rollback point; they are in memory only. ``deadline_ms``: unix
-    milliseconds after which it must not be served, 0 for never.
+    milliseconds after which it must not be served, 0 for never. ``checked``: all of it was
+    verified, and no rows have come since.
     """
 
     sid: bytes
@@ -213,6 +214,7 @@ class Session:
     expects_head_major: bool = True
     pinned: bool = False
     deadline_ms: int = 0
+    checked: bool = False
     blocks: BlockTable | None = None
     rollback: dict[int, dict[int, int]] = field(default_factory=dict)
     layers: dict[int, LayerRows] = field(default_factory=dict)

@@ -183,6 +183,7 @@ class State:
         session = self.sessions.get(record.sid)
         if session is None:
             raise DamagedData(f"rows of unknown session {record.sid!r}")
+        session.checked = False
         spec = session.spec(record.layer)
         shape = RunShape(spec, record.rows, record.head_major, record.padded)
         group = group_of(record.sid)

@@ -26,13 +26,17 @@ log = logging.getLogger(__name__)
 async def verified(store: Store, sessions: Sequence[Session]) -> bool:
     """Check every run of the sessions that was not checked since the start.
 
+    A session of which all was is not looked at again until rows come.
     A session that does not verify is dropped, with its namespace, and counted. Raises
     CommandError where the disk cannot be read.
     """
-    runs = [run for session in sessions for run in session.runs() if not run.verified]
-    segments = [segment for session in sessions for segment in session.segments()]
+    unknown = [session for session in sessions if not session.checked]
+    runs = [run for session in unknown for run in session.runs() if not run.verified]
+    segments = [segment for session in unknown for segment in session.segments()]
     unseen = [s for s in segments if s.sealed and not s.header_verified]
     if not runs and not unseen:
+        for session in unknown:
+            session.checked = True  # nothing has come since: nobody was waited for
         return True
     try:
         await store.run(lambda: _verify(store.segments, runs, unseen))
