@@ -188,8 +188,9 @@ def _windows(rows: LayerRows, first: int, last: int) -> list[tuple[int, int]]:
 
 def state_digest(blob: StateBlob) -> str:
     """SHA-256 of a state's bytes, in hexadecimal. Reads the disk; raises OSError."""
-    file, digest = place_file(blob.place), hashlib.sha256()
+    place = blob.place  # once: a save may move a short state
+    file, digest = place_file(place), hashlib.sha256()
     for at in range(0, blob.length, WINDOW_BYTES):
         count = min(WINDOW_BYTES, blob.length - at)
-        digest.update(pread_exactly(file.fd, count, blob.place.offset + at))
+        digest.update(pread_exactly(file.fd, count, place.offset + at))
     return digest.hexdigest()

@@ -155,14 +155,15 @@ class StateCopy:
     def write(self, region: Region) -> tuple[Record, list[Tensor]]:
         """Copy into the region. Blocks; raises DamagedData, OSError."""
         blob, crc = self.blob, 0
-        file = place_file(blob.place)
+        source = blob.place
+        file = place_file(source)
         for at in range(0, blob.length, WINDOW_BYTES):
             count = min(WINDOW_BYTES, blob.length - at)
-            data = pread_exactly(file.fd, count, blob.place.offset + at)
+            data = pread_exactly(file.fd, count, source.offset + at)
             crc = crc32c(data, crc)
             region.write(data, at)
         if crc != blob.crc:
-            raise DamagedData(f"{file.path.name} at {blob.place.offset}: checksum is wrong")
+            raise DamagedData(f"{file.path.name} at {source.offset}: checksum is wrong")
         place = (region.segment.name, region.offset)
         record = StoreState(self.sid, self.layer, blob.length, crc, *place)
         name = f"state.{self.layer}"
