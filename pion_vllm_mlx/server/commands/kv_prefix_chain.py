@@ -5,6 +5,7 @@ What prefixes that were warmed so have in common is resident once.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,8 +22,8 @@ from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.verifying import verified
 from pion_vllm_mlx.wire.resp import Arg, Simple
 
-#: a chain of more ancestors is taken for a broken one, as KV.PREFIX.LONGEST does.
-_MOST_ANCESTORS = 4096
+#: more are refused: to look at one layer of so many takes milliseconds.
+_MOST_ANCESTORS = 256
 _WORD, _WORDS_EACH, _NO_RECORD = b"CHAIN", 3, b"-"
 
 
@@ -65,7 +66,7 @@ async def warm_chain(
         proofs.append(await Whole.of(context, namespace, alone))
     links.append(await _link(context, asked.namespace, total - before))
     proofs.append(await Whole.of(context, asked.namespace, given))
-    fitting, others = _fitting(links, asked)
+    fitting, others = await _fitting(links, asked)
     attention = context.server.attention
     for chain in fitting:
         nbytes = chain.kept_bytes(attention.settings.dtype, asked.dim)
@@ -101,7 +102,7 @@ async def _link(context: Context, namespace: bytes, rows: int) -> Link:
     return Link(namespace, (sides[0], sides[1]), rows)
 
 
-def _fitting(links: Sequence[Link], asked: Asked) -> tuple[list[LayerChain], int]:
+async def _fitting(links: Sequence[Link], asked: Asked) -> tuple[list[LayerChain], int]:
     """The layers of that shape, and how many are of another one. Raises CommandError."""
     fitting, others = [], 0
     keys, values = links[-1].sides
@@ -112,6 +113,7 @@ def _fitting(links: Sequence[Link], asked: Asked) -> tuple[list[LayerChain], int
             others += 1
         elif chain.parts:
             fitting.append(chain)
+        await asyncio.sleep(0)  # others have their turn; what is read is looked at again
     return fitting, others
 
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import sys
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -55,6 +55,8 @@ class Saver:
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        for segment in [] if store.config.wal else list(store.segments.segments.values()):
+            segment.in_snapshot = frozenset(segment.groups())  # it was found for them
         self.one_at_a_time = asyncio.Lock()
 
     # -- when ------------------------------------------------------------------
@@ -110,6 +112,28 @@ class Saver:
             return False
         return self.one_at_a_time.locked() or self._store.paths.vstore.exists()
 
+    def _named(self) -> dict[str, frozenset[bytes]]:
+        """The segments that snapshots of this moment name, and for which groups.
+
+        Without logs they stay until other snapshots are there. Under the write lock.
+        """
+        if self._store.config.wal:
+            return {}
+        used = [s for s in self._store.segments.segments.values() if s.uses]
+        named = {segment.name: frozenset(segment.users()) for segment in used}
+        for segment in used:
+            segment.in_snapshot |= named[segment.name]
+        return named
+
+    def _let_go(self, named: Mapping[str, frozenset[bytes]]) -> None:
+        """Both snapshots are there: what only earlier ones named may go. Under the write lock."""
+        if self._store.config.wal:
+            return
+        for segment in self._store.segments.segments.values():
+            segment.in_snapshot = named.get(segment.name, frozenset())
+        space = self._store.space
+        space.discard_unused(space.emptied())
+
     # -- at once ---------------------------------------------------------------
 
     async def at_once(self, path: Path) -> None:
@@ -131,10 +155,11 @@ class Saver:
         while batch := list(islice(waiting, SEAL_BATCH)):
             await self._make_room(batch, sys.maxsize)
             await store.seal_locked(batch)
-        owed = store.space.owed
+        owed, named = store.space.owed, self._named()
         saved = await store.run(lambda: self._write_snapshots(path))
         await self._read_in_snapshot(saved, store.state)
         await store.run(self._empty_logs)
+        self._let_go(named)
         store.space.saved(owed)
 
     def _groups(self) -> set[bytes]:
@@ -227,6 +252,7 @@ class Saver:
                 for wal, path in self._pairs()
                 if whole or owed or wal.size > store.config.wal_size // 4
             ]
+            named = self._named()
             freezing = Freezing(store.state)
         with not_collecting():
             frozen = await freezing.copied()
@@ -239,6 +265,8 @@ class Saver:
             )
             async with store.write_lock:
                 await store.run(lambda: self._shorten(logs, tails))
+                if whole:
+                    self._let_go(named)
         except OSError:
             for log in logs:  # the other log's tail is of no use, either
                 with contextlib.suppress(OSError):

@@ -33,7 +33,9 @@ class Segment:
     of each other group (equal rows are stored once); ``named_end``: what records have named
     here, alive or dead, ends there (0: nothing); ``flushed``: that may be on stable storage;
     ``abandoned`` holds begin and end of regions that nothing came of; ``changed`` is where it
-    says that its size may be another, ``due`` where it says that it is to be flushed.
+    says that its size may be another, ``due`` where it says that it is to be flushed;
+    ``in_snapshot``: without logs, groups for which the last snapshot, or one being written,
+    names it.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Segment:
     tensors: int = 0
     flushed: bool = False
     named_end: int = 0
+    in_snapshot: frozenset[bytes] = frozenset()
     abandoned: set[tuple[int, int]] = field(default_factory=set)
     changed: dict[str, Segment] | None = field(default=None, repr=False, compare=False)
     due: dict[str, Segment] | None = field(default=None, repr=False, compare=False)

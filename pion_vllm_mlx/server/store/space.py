@@ -336,8 +336,17 @@ class Space:
             self.discard_unused()
 
     def emptied(self) -> list[Segment]:
-        """Segments in which nothing lives and nobody writes."""
-        return [s for s in self.state.unused if not s.uses and not s.writers]
+        """Segments in which nothing lives and nobody writes, and that no start would miss."""
+        empty = (s for s in self.state.unused if not s.uses and not s.writers)
+        return [segment for segment in empty if not self._missed(segment)]
+
+    def _missed(self, segment: Segment) -> bool:
+        """Whether a start without logs would miss a segment: of somebody who is there still."""
+        state = self.state
+        return any(
+            state.sides(group) or group in state.sessions or group in state.states
+            for group in segment.in_snapshot
+        )
 
     def awaiting_flush(self) -> bool:
         """Whether a segment waits for the records that emptied it to be on stable storage.
@@ -356,7 +365,8 @@ class Space:
         for segment in self.state.unused:
             if segment.uses or segment.name not in self.segments.segments:
                 continue
-            if segment.writers or (segment.durable and segment.name not in ready):
+            stays = segment.writers or (segment.durable and segment.name not in ready)
+            if stays or self._missed(segment):  # that too before its snapshot's flush
                 waiting.append(segment)
             else:
                 self.segments.unlink(segment)

@@ -353,7 +353,7 @@ def test_what_is_no_chain_is_refused(own: Asking) -> None:
     refuse(wire, "rows must be", *whole, "CHAIN", 1, "root", 0, "-")
     refuse(wire, "1 to 65535 bytes", *whole, "CHAIN", 1, "", 200, "-")
     refuse(wire, "session not found: no", *whole, "CHAIN", 1, "no", 200, "-")
-    refuse(wire, "CHAIN must be 0 to 4096", *whole, "CHAIN", 5000)
+    refuse(wire, "CHAIN must be 0 to 256", *whole, "CHAIN", 5000)
     refuse(wire, "layer 0 holds 270 tokens, not 271", *first.words("a", tokens=271))
     # an ancestor that has fewer rows than are said to count leaves a gap
     longer = (*head, "TOKENS", 400, "CHAIN", 1, "root", 330, "-")
