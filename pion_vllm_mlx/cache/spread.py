@@ -5,12 +5,14 @@ Made at once they hold up the next token of everybody else by as long as the who
 to be copied. Here each step of the batch carries along a piece: its sampled tokens depend on
 a few of the arrays, so that they are computed with the step, by the same call, and the thread
 that generates waits for nothing on our account.  What is to be done for each of several
-replies that end at once is done step by step, too, and not where a request has just begun.
+replies that end at once is done step by step, too, and not where a request has just begun. What
+a client waits for, the end of its reply, comes before all else; what is only stored comes last.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +33,8 @@ Guard = Callable[[Callable[[], Any], Any], Any]
 MOST_ARRAYS = 16
 CPU_BYTES = 4 << 20
 GPU_BYTES = 32 << 20
+#: another job that a client waits for is done in a step where those before took less.
+SHORT_SECONDS = 0.001
 #: what waits is done within about so many steps, however much it is.
 MOST_STEPS = 64
 _END = object()
@@ -54,7 +58,11 @@ class Spread:
         self.pace = Pace()
         self._parts: deque[_Part] = deque()
         self._waiting_bytes = 0
-        self._jobs: deque[Then] = deque()
+        #: what a client waits for comes first, and what is only stored last
+        self._ending: deque[Then] = deque()
+        self._jobs: deque[tuple[object, Then]] = deque()
+        self._storing: deque[Then] = deque()
+        self._doing = 0
         self._asked = False
         self._sampled = False
         self._carrying = False
@@ -66,19 +74,27 @@ class Spread:
         """Bytes of the arrays that no step has carried yet."""
         return self._waiting_bytes
 
+    @property
+    def waiting(self) -> int:
+        """How much is to be done for caches that are kept, with what is being done now."""
+        return self._doing + len(self._ending) + len(self._jobs) + len(self._storing)
+
     def add(self, arrays: Sequence[mx.array], then: Then = lambda: None) -> None:
         """Has ``arrays`` computed soon; ``then`` is called when the last one is scheduled."""
         self._thread = threading.get_ident()
         self._parts.append(_Part(deque(arrays), then))
         self._waiting_bytes += sum(array.nbytes for array in arrays)
 
-    def one_a_step(self, job: Then, *, first: bool = False) -> None:
-        """Has ``job`` done between two steps that have no other; ``first``: before all others."""
+    def soon(self, job: Then, *, of: object, ending: bool) -> None:
+        """Has ``job`` of one request done between two of the next steps.
+
+        ``ending``: a client waits for it, and for what is to be done before of that request.
+        """
         self._thread = threading.get_ident()
-        if first:
-            self._jobs.appendleft(job)
-        else:
-            self._jobs.append(job)
+        self._jobs.append((of, job))
+        if ending:
+            self._ending += [one for whose, one in self._jobs if whose is of]
+            self._jobs = deque(entry for entry in self._jobs if entry[0] is not of)
 
     def store(self, keeping: Iterator[None], blocking: Blocking, guarded: Guard) -> None:
         """Has caches stored, in steps of their own: what is new is found, then it is taken.
@@ -91,19 +107,47 @@ class Spread:
             with blocking.measured(name):
                 goes_on = guarded(lambda: next(keeping, _END) is not _END, False)
             if goes_on:
-                self.one_a_step(partial(step, "take"), first=True)
+                self._storing.appendleft(partial(step, "take"))
 
-        self.one_a_step(partial(step, "store"))
+        self._thread = threading.get_ident()
+        self._storing.append(partial(step, "store"))
 
     def work(self, begun: bool) -> None:
-        """Does the next job, unless a request has ``begun`` since the last step.
+        """Does what is next; where a request has ``begun`` since the last step, what ends others.
 
         To be called once between two steps, also those that only prefill; where it was not,
-        ``stepped`` does a job.
+        ``stepped`` does it.
         """
-        if not begun and self._jobs:
-            self._jobs.popleft()()
+        self._do_next(begun)
         self._asked = True
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is to be computed or done."""
+        return not (self._parts or self.waiting)
+
+    def _do_next(self, begun: bool) -> None:
+        until = time.perf_counter() + SHORT_SECONDS
+        while job := self._next_job(begun):
+            self._do(job)
+            if not self._ending or time.perf_counter() > until:
+                return
+
+    def _do(self, job: Then) -> None:
+        self._doing += 1
+        try:
+            job()
+        finally:
+            self._doing -= 1
+
+    def _next_job(self, begun: bool) -> Then | None:
+        if self._ending:
+            return self._ending.popleft()
+        if begun:
+            return None
+        if self._jobs:
+            return self._jobs.popleft()[1]
+        return self._storing.popleft() if self._storing else None
 
     def carrying(self, make_sampler: Callable[..., Sampler]) -> Callable[..., Sampler]:
         """``make_sampler``, whose samplers' tokens carry pieces."""
@@ -137,15 +181,15 @@ class Spread:
             self._parts.popleft().then()
         if self._sampled:
             self._sampled = False
-            if not self._asked and self._jobs:
-                self._jobs.popleft()()
+            if not self._asked:
+                self._do_next(begun=False)
             self._asked = False
 
     def finish(self) -> None:
         """Does and schedules all that waits: nobody is held up."""
         self.pace.ended()
-        while self._jobs:
-            self._jobs.popleft()()
+        while job := self._next_job(begun=False):
+            self._do(job)
         arrays = [array for part in self._parts for array in part.arrays]
         for part in self._parts:  # first: what cannot be computed is not tried again
             part.arrays.clear()
@@ -156,7 +200,7 @@ class Spread:
 
     def finish_here(self) -> bool:
         """``finish`` on the thread that generates; on others whether nothing waits."""
-        if not self._parts and not self._jobs:
+        if self.idle:
             return True
         if threading.get_ident() != self._thread:
             return False

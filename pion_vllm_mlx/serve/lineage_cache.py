@@ -231,7 +231,7 @@ class LineageCache:
             insert()
             self.spread.finish()  # nobody else is served: no step would carry it
         else:
-            self.spread.one_a_step(insert)
+            self.spread.soon(insert, of=tokens.plan, ending=cache_type not in KEEP_KINDS)
 
     # -- the rest of mlx-lm's interface --------------------------------------------
 
@@ -262,11 +262,13 @@ class LineageCache:
         """Counters of both tiers, flat.  Any thread."""
         if self._options is None:
             return {"pion": "disabled"}
+        waiting = self.spread.waiting  # first: what is done goes on to wait for the store
         stored = self._store.stats() if self._store is not None else {}
         return {
             **dict.fromkeys(COUNTED, 0),
             **stored,
             **self._counts,
+            "waiting": waiting + stored.get("waiting", 0),
             "restores": stored.get("hits", 0),
             "resumes": self._counts["resumes"],
             "reading_ahead": not self._ahead.done,

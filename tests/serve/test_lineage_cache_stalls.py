@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from mlx_lm.generate import BatchGenerator  # noqa: E402
 from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from pion_vllm_mlx.cache import evaluation  # noqa: E402
-from pion_vllm_mlx.cache.beside import Beside  # noqa: E402
+from pion_vllm_mlx.cache.beside import Beside, Blocking  # noqa: E402
 from pion_vllm_mlx.cache.layers import cache_arrays  # noqa: E402
 from pion_vllm_mlx.cache.lineage import LineageOptions, bringing, kept  # noqa: E402
 from pion_vllm_mlx.cache.lineage.capture import Since, capture, captured_of  # noqa: E402
@@ -28,7 +30,7 @@ from pion_vllm_mlx.cache.lineage.lending import (  # noqa: E402
     lend_copies,
 )
 from pion_vllm_mlx.cache.lineage.shape import Shape  # noqa: E402
-from pion_vllm_mlx.cache.spread import MOST_ARRAYS, Spread  # noqa: E402
+from pion_vllm_mlx.cache.spread import MOST_ARRAYS, SHORT_SECONDS, Spread  # noqa: E402
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import Ends  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache import BUSY, CacheLimits, LineageCache  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache_handles import owned  # noqa: E402
@@ -141,8 +143,8 @@ def test_handing_caches_over_computes_nothing_and_takes_as_many_calls_for_more_r
     for prompt, caches in zip(prompts, held, strict=True):
         seen, cache.spread = Seen(prompt, Plan([*prompt, 1])), Spread()
         cache.insert_cache("m", seen, caches, cache_type="final")
-        while cache.spread._jobs:
-            cache.spread._jobs.popleft()()
+        while job := cache.spread._next_job(begun=False):
+            job()
         counts.append(sum(len(part.arrays) for part in cache.spread._parts))
     assert not evaluated
     assert counts[0] == counts[1] > 0
@@ -369,14 +371,22 @@ def test_a_lent_cache_stays_as_it_was_when_its_owner_cuts_it() -> None:
 
 
 def numbered(spread: Spread, done: list[int], count: int) -> None:
+    """Jobs of as many requests."""
     for number in range(count):
-        spread.one_a_step(lambda number=number: done.append(number))  # type: ignore[misc]
+        spread.soon(partial(done.append, number), of=object(), ending=False)
+
+
+def long(done: list[int], number: int) -> None:
+    """A job after which no other one is done in the same step."""
+    done.append(number)
+    time.sleep(2 * SHORT_SECONDS)
 
 
 def test_of_several_replies_that_end_at_once_one_a_step_is_seen_to() -> None:
     spread = Spread()
     done: list[int] = []
-    numbered(spread, done, 3)
+    for number in range(3):
+        spread.soon(partial(long, done, number), of=object(), ending=True)
     spread.work(begun=False)
     assert done == [0]
     spread.stepped()  # a client is told something, before there is a step
@@ -395,14 +405,32 @@ def test_what_waits_for_a_step_does_not_come_on_top_of_a_request_that_begins() -
     spread = Spread()
     done: list[int] = []
     numbered(spread, done, 2)
-    spread.one_a_step(lambda: done.append(9), first=True)
+    spread.store(iter([None] * 2), Blocking(), lambda call, otherwise: call())
     for _ in range(3):
         spread.work(begun=True)
         spread.carried(mx.array([1]))
         spread.stepped()
     assert done == []
     spread.work(begun=False)
-    assert done == [9]
+    assert done == [0]
+
+
+def test_the_end_of_a_reply_waits_for_nothing_of_other_requests_or_for_the_store() -> None:
+    spread = Spread()
+    done: list[int] = []
+    mine = object()
+    spread.store(iter([None] * 5), Blocking(), lambda call, otherwise: call())
+    numbered(spread, done, 3)
+    spread.soon(partial(long, done, 10), of=mine, ending=False)
+    spread.soon(partial(long, done, 11), of=mine, ending=True)
+    spread.work(begun=True)
+    assert done == [10]
+    spread.work(begun=True)
+    assert done == [10, 11]
+    spread.work(begun=False)
+    assert done == [10, 11, 0]
+    spread.finish()
+    assert spread.idle
 
 
 def test_where_no_request_is_asked_for_between_two_steps_what_waits_is_done_all_the_same() -> None:

@@ -126,7 +126,7 @@ def test_a_step_carries_a_few_arrays_and_all_is_done_when_nobody_is_served(
         replies = engine.ask_all([*prompts, prompts[0][:60]], REPLY)
         assert len(pieces) > 4
         assert all(0 < count <= MOST_ARRAYS for count, _ in pieces)
-        assert not engine.cache.spread._parts and not engine.cache.spread._jobs
+        assert engine.cache.spread.idle
         assert engine.cache.save_to_disk("")
         again = engine.ask_all(prompts, REPLY)
         assert [reply.tokens for reply in again] == [reply.tokens for reply in replies[:4]]
@@ -138,7 +138,7 @@ def test_whoever_leaves_leaves_nothing_that_waits(pion_server: RunningServer) ->
     with running_engine(FAMILIES["plain"]) as engine:
         prompt = token_ids(300, seed=540)
         engine.ask_and_leave(prompt, after_tokens=299)
-        assert not engine.cache.spread._parts and not engine.cache.spread._jobs
+        assert engine.cache.spread.idle
         assert engine.cache.save_to_disk("")
         assert engine.ask(prompt).cached == 299
 
@@ -160,7 +160,7 @@ def test_what_waits_for_steps_is_stored_by_a_save_and_at_the_end(
 
         async def begin() -> str:
             request: str = await engine.core.add_request(prompt, greedy(100_000))
-            while not cache.spread._jobs:
+            while not cache.spread._storing:
                 await asyncio.sleep(0.001)
             return request
 
@@ -172,7 +172,7 @@ def test_what_waits_for_steps_is_stored_by_a_save_and_at_the_end(
             assert cache.pion_stats()["written"] > 0
         else:
             engine.worker.submit(cache.close).result()
-        assert not cache.spread._jobs and engine.core.scheduler.running
+        assert not cache.spread._storing and engine.core.scheduler.running
         monkeypatch.undo()
         ask(engine.core.abort_request(request))
     with running_engine(FAMILIES["plain"]) as engine:
