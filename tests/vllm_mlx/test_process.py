@@ -154,7 +154,7 @@ def until_written(engine: EngineProcess) -> None:
     while True:
         assert engine.child.process.poll() is None, engine.output()
         stats = engine.ask("/v1/pion/stats")[1]
-        if 0 < stats["kept"] <= stats.get("written", 0):
+        if 0 < stats.get("kept", 0) <= stats.get("written", 0):  # none before a store is there
             return
         time.sleep(0.02)
 
