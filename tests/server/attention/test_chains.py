@@ -85,8 +85,14 @@ def family(wire: Wire, ns: str, fmt: str = "fp32", layers: int = 1) -> tuple[Seg
     return root, first, segment(wire, f"{ns}second", 30, 150, root, 150, fmt, layers)
 
 
-def check(asking: Asking, sid: str, one: Segment, fmt: str = "fp32", layer: int = 0) -> None:
-    """What is attended under a session is the segment with all before it; both lanes agree."""
+def check(  # noqa: PLR0913 - what there is to say of it
+    asking: Asking, sid: str, one: Segment, fmt: str = "fp32", layer: int = 0, *, alone: bool = True
+) -> None:
+    """What is attended under a session is the segment with all before it; both lanes agree.
+
+    To the byte when nobody else warms: else its rows may move into blocks that are shared between
+    the two queries, and are then added up in other parts.
+    """
     at = asking.at(sid, layer)
     keys, values = (decoded(fmt, one.whole(side)) for side in ("keys", "values"))
     for window in ((), (100,)):
@@ -99,9 +105,11 @@ def check(asking: Asking, sid: str, one: Segment, fmt: str = "fp32", layer: int 
         for rows in (1, 2):
             q, suffix = Q[:, :rows], (normal(3, HEADS, 5, DIM), normal(4, HEADS, 5, DIM))
             over_resp = at.fused(q, *suffix, b"", *window)
-            assert over_resp == at.framed_ok(q, suffix, bytes(range(HEADS)), *window)
+            framed = at.framed_ok(q, suffix, bytes(range(HEADS)), *window)
+            assert over_resp == framed or not alone
             alike = oracle.fused(q, (keys, values), suffix, window=window[0] if window else 0)
-            np.testing.assert_allclose(floats(over_resp, *q.shape), alike, rtol=0, atol=1e-5)
+            for answer in (over_resp, framed):
+                np.testing.assert_allclose(floats(answer, *q.shape), alike, rtol=0, atol=1e-5)
 
 
 def sparse(asking: Asking, sid: str, tokens: int) -> list[Any]:
@@ -455,7 +463,7 @@ def test_many_clients_warm_and_drop_at_once_and_all_is_counted(pion_server: Runn
                 answer = own.wire.ask(*mine.words(sid))
                 if answer != "1":
                     failures.append(repr(answer))
-                check(own, sid, mine)
+                check(own, sid, mine, alone=False)
                 if round_ % 2:
                     tiny = normal(1, 1, 1, 32)
                     own.at(sid, 0).store(tiny, tiny)
