@@ -52,7 +52,7 @@ class Noted:
         self._store, self._blocking = store, blocking
         self._journal = store.journal(plan.journal) if plan.journal else None
         plan.noted = self._journal
-        every = STATEFUL_JOURNAL_TOKENS if store.wants_cuts else JOURNAL_TOKENS
+        every = STATEFUL_JOURNAL_TOKENS if store.stateful else JOURNAL_TOKENS
         if reply.durable_tokens:
             every = min(every, reply.durable_tokens) if self._journal else reply.durable_tokens
         self._every = every

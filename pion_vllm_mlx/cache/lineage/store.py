@@ -112,6 +112,11 @@ class LineageStore(Kept):
         return self._bypass is None and not self._rules.checkpoints
 
     @property
+    def stateful(self) -> bool:
+        """Whether the model's caches have parts that are stored whole, each time anew."""
+        return self._bypass is None and self._shape.stateful
+
+    @property
     def wants_cuts(self) -> bool:
         """Whether the model's caches have restore points only where they were kept."""
         return self._bypass is None and self._shape.wants_cuts and self._rules.checkpoints
