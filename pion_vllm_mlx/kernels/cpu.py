@@ -26,7 +26,7 @@ from pion_vllm_mlx.kernels.chunks import (
     tokens_of_chunk,
 )
 from pion_vllm_mlx.kernels.heads import HeadGroups, head_groups
-from pion_vllm_mlx.kernels.host import Range, Rows
+from pion_vllm_mlx.kernels.host import Range, Sides, joined_ranges
 from pion_vllm_mlx.kernels.problem import (
     Array,
     Attended,
@@ -91,14 +91,14 @@ class CpuKernels(Kernels):
     def attend(self, job: DenseJob) -> Attended:
         """Chunks of prefix and suffix under one softmax."""
         ranges = [(job.start, job.prefix.num_tokens)]
-        return _attended([_laid_out(job, _rows_of(job), ranges)])[0]
+        return _attended([_laid_out(job, _sides_of(job), ranges)])[0]
 
     def attend_each(self, jobs: Sequence[DenseJob]) -> list[Attended]:
         """Those that are cut alike go through the chunks of the prefix side by side."""
         first = jobs[0]
         ranges = [(first.start, first.prefix.num_tokens)]
-        rows = _rows_of(first)
-        layouts = [_laid_out(job, rows, ranges) for job in jobs]
+        sides = _sides_of(first)
+        layouts = [_laid_out(job, sides, ranges) for job in jobs]
         alike: dict[tuple[Any, ...], list[int]] = {}
         for number, one in enumerate(layouts):
             key = (one.grouped.rows.shape, len(one.chunks))
@@ -111,8 +111,8 @@ class CpuKernels(Kernels):
 
     def repeated(self, job: DenseJob) -> Repeated:
         """With groups of heads, pieces and chunks as they are."""
-        rows, ranges = _rows_of(job), [(job.start, job.prefix.num_tokens)]
-        before = _laid_out(replace(job, suffix=None), rows, ranges)
+        ranges = [(job.start, job.prefix.num_tokens)]
+        before = _laid_out(replace(job, suffix=None), _sides_of(job), ranges)
         groups = before.grouped.groups
 
         def attend(q: Array, suffix: Suffix | None) -> Attended:
@@ -129,8 +129,8 @@ class CpuKernels(Kernels):
         """The selected blocks and the tail, gathered into chunks, and the suffix."""
         size = job.block_tokens
         starts = (job.start + block * size for block in job.blocks.tolist())
-        ranges = _joined_ranges([*((at, at + size) for at in starts), *_tail(job)])
-        return _attended([_laid_out(job, _rows_of(job), ranges)])[0]
+        ranges = joined_ranges([*((at, at + size) for at in starts), *_tail(job)])
+        return _attended([_laid_out(job, _sides_of(job), ranges)])[0]
 
     def attend_sparse(self, job: SparseJob) -> Attended:
         """Tokens gathered a head, in chunks of columns of the index."""
@@ -141,15 +141,17 @@ class CpuKernels(Kernels):
             return Attended(zeros, np.full(num_heads, -np.inf, np.float32))
         q = (widened(job.q) * np.float32(1 / math.sqrt(dim)))[:, None]
         kv_heads = job.head_map.astype(np.intp)[:, None]
-        keys = Rows(job.prefix.keys, job.prefix.table)
-        values = Rows(job.prefix.values, job.prefix.table, name="values")
+        sides = Sides.of(job.prefix)
 
         def work(columns: Range) -> list[Running]:
             first, end = columns
             tokens = job.indices[:, first:end].astype(np.intp)
             unused = np.arange(first, end) >= job.counts[:, None]
             tokens[unused] = 0
-            found_keys, found_values = (rows.take(kv_heads, tokens) for rows in (keys, values))
+            rows = sides.rows_of(tokens)
+            found_keys, found_values = (
+                side.take(kv_heads, rows) for side in (sides.keys, sides.values)
+            )
             hidden = unused[:, None] if unused.any() else None
             return [weigh(q, found_keys, found_values, hidden)]
 
@@ -165,12 +167,13 @@ class CpuKernels(Kernels):
         """Blocks reduced in runs that fit the cache."""
         num_heads, dim = prefix.num_kv_heads, prefix.head_dim
         end = start + (prefix.num_tokens - start) // block_tokens * block_tokens
-        rows = Rows(prefix.keys, prefix.table)
+        sides = Sides.of(prefix)
+        rows = sides.keys
         step = max(1, tokens_of_chunk(rows, (num_heads, 1, dim)) // block_tokens) * block_tokens
         reductions = [np.mean] if selector == "mean" else [np.max, np.min]
 
         def work(first: int) -> list[Floats]:
-            read = rows.read([(first, min(end, first + step))])
+            read = rows.read(sides.located([(first, min(end, first + step))]))
             blocks = read.reshape(num_heads, -1, block_tokens, dim)
             with np.errstate(all="ignore"):
                 return [reduce(blocks, axis=2) for reduce in reductions]
@@ -214,22 +217,18 @@ class _Layout:
         return _Layout(grouped, (), [*self.chunks, *more])
 
 
-def _rows_of(job: DenseJob | BlocksJob) -> tuple[Rows, Rows]:
+def _sides_of(job: DenseJob | BlocksJob) -> Sides:
     """Both sides of the prefix, of the heads that are used."""
-    prefix = job.prefix
-    used = head_groups(job.head_map, prefix.num_kv_heads).used
-    keys = Rows(prefix.keys, prefix.table, used)
-    return keys, Rows(prefix.values, prefix.table, used, "values")
+    return Sides.of(job.prefix, head_groups(job.head_map, job.prefix.num_kv_heads).used)
 
 
-def _laid_out(
-    job: DenseJob | BlocksJob, rows: tuple[Rows, Rows], ranges: Sequence[Range]
-) -> _Layout:
+def _laid_out(job: DenseJob | BlocksJob, sides: Sides, ranges: Sequence[Range]) -> _Layout:
     """The query and its chunks: those of ``ranges`` of the prefix, and of the suffix."""
     grouped = Grouped(job.q, head_groups(job.head_map, job.prefix.num_kv_heads))
-    shape = grouped.rows.shape
-    pieces = _inline_pieces(rows, ranges, job.suffix, shape)
-    found = _Layout(grouped, pieces, () if pieces else chunks_of(rows, ranges, shape))
+    shape, places = grouped.rows.shape, sides.located(ranges)
+    pieces = _inline_pieces(sides, places, job.suffix, shape)
+    chunks = () if pieces else chunks_of((sides.keys, sides.values), places, shape)
+    found = _Layout(grouped, pieces, chunks)
     return found if job.suffix is None else found.beside(grouped, job.suffix)
 
 
@@ -249,16 +248,16 @@ def _attended(layouts: Sequence[_Layout]) -> list[Attended]:
 
 
 def _inline_pieces(
-    rows: tuple[Rows, Rows], ranges: Sequence[Range], suffix: Suffix | None, shape: tuple[int, ...]
+    sides: Sides, ranges: Sequence[Range], suffix: Suffix | None, shape: tuple[int, ...]
 ) -> list[tuple[Floats, Floats]]:
     """K and V of one query row a KV head over few tokens that lie as they are used; else none."""
     plain = suffix is None or _is_plain(suffix)
     num_tokens = sum(end - first for first, end in ranges)
-    if shape[1] > 1 or not (plain and rows[0].is_plain and rows[1].is_plain):
+    if shape[1] > 1 or not (plain and sides.is_plain):
         return []
     if len(ranges) > _MOST_PIECES or cost_of(num_tokens, shape) > _INLINE_VECTOR_COST:
         return []
-    return [(rows[0].read([one]), rows[1].read([one])) for one in ranges]
+    return [(sides.keys.read([one]), sides.values.read([one])) for one in ranges]
 
 
 def _is_plain(suffix: Suffix) -> bool:
@@ -292,14 +291,3 @@ def _summed(statistics: Floats, q: Floats) -> Floats:
 def _tail(job: BlocksJob) -> list[Range]:
     num_tokens = job.prefix.num_tokens
     return [(job.tail_start, num_tokens)] if job.tail_start < num_tokens else []
-
-
-def _joined_ranges(ranges: Sequence[Range]) -> list[Range]:
-    """Ascending ranges, neighbours joined."""
-    joined: list[Range] = []
-    for first, end in ranges:
-        if joined and joined[-1][1] == first:
-            joined[-1] = (joined[-1][0], end)
-        else:
-            joined.append((first, end))
-    return joined

@@ -6,6 +6,7 @@ read from memory is what is held, and the float32 copy stays in the processor's 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,7 +14,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.kernels.problem import Affine, Attended, Side
+from pion_vllm_mlx.kernels.prefix import arrays_of
+from pion_vllm_mlx.kernels.problem import Affine, Attended, Prefix, Side
 from pion_vllm_mlx.kernels.quantized import Codes, dequantized
 from pion_vllm_mlx.kernels.scratch import SCRATCH
 from pion_vllm_mlx.kernels.widening import Floats, widened
@@ -105,6 +107,85 @@ class Rows:
             stop = min(page, at + end - first)
             yield array[self.table[first // page]][heads, at:stop]
             first += stop - at
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Both sides of a prefix, and where its tokens lie in them.
+
+    ``blocks``: of a pool that has the blocks of each head one behind the other, the block table.
+    Its sides are read as ``[H_kv, pool * page, D]``, neighbouring blocks without copying them.
+    """
+
+    keys: Rows
+    values: Rows
+    blocks: NDArray[np.int32] | None = None
+    page: int = 1
+
+    @classmethod
+    def of(cls, prefix: Prefix, heads: NDArray[np.intp] | None = None) -> Sides:
+        """Those of the heads that are read, None for all."""
+        table, sides = prefix.table, (prefix.keys, prefix.values)
+        if table is None or not all(_lies_by_head(side) for side in sides):
+            keys, values = sides
+            return cls(Rows(keys, table, heads), Rows(values, table, heads, "values"))
+        keys, values = (_by_head(side) for side in sides)
+        pair = Rows(keys, heads=heads), Rows(values, heads=heads, name="values")
+        return cls(*pair, table, prefix.page_tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens that lie behind each other are read without copying."""
+        return self.keys.is_plain and self.values.is_plain
+
+    def located(self, ranges: Sequence[Range]) -> list[Range]:
+        """Ascending ranges of tokens as ranges of rows, to be read in this order."""
+        if self.blocks is None:
+            return list(ranges)
+        return joined_ranges([place for run in ranges for place in self._places(*run)])
+
+    def rows_of(self, tokens: NDArray[np.intp]) -> NDArray[np.intp]:
+        """The rows of tokens."""
+        if self.blocks is None:
+            return tokens
+        return self.blocks[tokens // self.page] * self.page + tokens % self.page
+
+    def _places(self, first: int, end: int) -> Iterator[Range]:
+        assert self.blocks is not None
+        used = self.blocks[first // self.page : -(-end // self.page)]
+        cuts = [0, *(np.flatnonzero(np.diff(used) != 1) + 1).tolist(), len(used)]
+        skipped, left = first % self.page, end - first
+        for one, after in itertools.pairwise(cuts):
+            place = int(used[one]) * self.page + skipped
+            count = min(left, (after - one) * self.page - skipped)
+            yield place, place + count
+            skipped, left = 0, left - count
+
+
+def _lies_by_head(side: Side) -> bool:
+    """Whether blocks ``[pool, H_kv, page, X]`` follow each other in memory, head by head."""
+    return all(array.strides[0] == array.shape[2] * array.strides[2] for array in arrays_of(side))
+
+
+def _by_head(side: Side) -> Side:
+    """Such blocks as ``[H_kv, pool * page, X]``: a view."""
+
+    def turned(array: NDArray[Any]) -> NDArray[Any]:
+        num_blocks, heads, page, width = array.shape
+        return array.swapaxes(0, 1).reshape(heads, num_blocks * page, width)
+
+    return side.mapped(turned) if isinstance(side, Affine) else turned(side)
+
+
+def joined_ranges(ranges: Sequence[Range]) -> list[Range]:
+    """Ranges in their order, neighbours joined."""
+    joined: list[Range] = []
+    for first, end in ranges:
+        if joined and joined[-1][1] == first:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((first, end))
+    return joined
 
 
 def merged(parts: Sequence[Attended]) -> Attended:

@@ -16,7 +16,7 @@ import numpy as np
 from crc32c import crc32c
 from numpy.typing import NDArray
 
-from pion_vllm_mlx.kernels.prefix import Affine, Prefix, Side
+from pion_vllm_mlx.kernels.prefix import Affine, Prefix, Side, arrays_of
 
 BLOCK_TOKENS = 64
 """Tokens of a block; blocks of a lineage's index are as long."""
@@ -125,10 +125,7 @@ def pooled(prefixes: Sequence[Prefix]) -> Pooled:
 
 
 def _arrays(prefix: Prefix) -> Arrays:
-    found: Arrays = []
-    for side in (prefix.keys, prefix.values):
-        found += [side.codes, side.scales, side.biases] if isinstance(side, Affine) else [side]
-    return found
+    return [*arrays_of(prefix.keys), *arrays_of(prefix.values)]
 
 
 def _with_arrays(prefix: Prefix, arrays: Arrays, table: NDArray[np.int32] | None) -> Prefix:
@@ -165,9 +162,13 @@ def _in_blocks(prefix: Prefix) -> _Paged:
 
 
 def _gathered(blocks: Sequence[tuple[_Paged, int]]) -> Arrays:
-    """Copies of blocks, one behind the other."""
+    """Copies of blocks, one behind the other in each head: so a processor reads them in one go."""
     first = blocks[0][0].arrays
-    pool = [np.empty((len(blocks), *array.shape[1:]), array.dtype) for array in first]
+    shapes = [(array.shape[1], len(blocks), *array.shape[2:]) for array in first]
+    pool = [
+        np.empty(shape, array.dtype).swapaxes(0, 1)
+        for shape, array in zip(shapes, first, strict=True)
+    ]
     for at, (source, block) in enumerate(blocks):
         for out, array in zip(pool, source.arrays, strict=True):
             out[at] = array[block]

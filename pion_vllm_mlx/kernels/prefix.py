@@ -169,8 +169,13 @@ class Prefix:
                 self.statistics.pop(key, None)
 
 
+def arrays_of(side: Side) -> list[Array]:
+    """The arrays that a side is made of: its values, or codes, scales and biases."""
+    return [side.codes, side.scales, side.biases] if isinstance(side, Affine) else [side]
+
+
 def _some_array(side: Side) -> Array:
-    return side.codes if isinstance(side, Affine) else side
+    return arrays_of(side)[0]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ import pytest
 
 from pion_vllm_mlx.kernels import api
 from pion_vllm_mlx.kernels.api import Affine, Prefix, Selection
+from pion_vllm_mlx.kernels.host import Sides
 from pion_vllm_mlx.kernels.paging import BLOCK_TOKENS, first_block, pooled
+from pion_vllm_mlx.kernels.prefix import arrays_of
 from tests.kernels import cases
 
 KINDS = ("fp32", "fp16", "bf16", "4 bits", "8 bits, bf16")
@@ -82,6 +84,34 @@ def test_a_pool_holds_the_same_rows_and_what_is_equal_once(
     assert alone.table is None and alone.rows_bytes == alone.nbytes
     for mine, theirs in zip(answers(alone, q), answers(family[1], q), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pool_is_read_where_it_lies_and_copied_only_where_blocks_do_not_follow(
+    rng: np.random.Generator, kind: str
+) -> None:
+    root = drawn(rng, 64 * 6, kind)
+    one, other = pooled([root, going_on(root, 64 * 3, drawn(rng, 100, kind))]).prefixes
+    pool = arrays_of(one.keys)[0]
+    assert np.array_equal(arrays_of(Sides.of(one).keys.side)[0].shape[:2], (HEADS, 64 * 8))
+    for prefix in (one, other):
+        sides, whole = Sides.of(prefix), Sides.of(pooled([prefix]).prefixes[0])
+        assert whole.blocks is None and np.shares_memory(arrays_of(sides.keys.side)[0], pool)
+        for _ in range(40):
+            cuts = np.sort(rng.choice(prefix.num_tokens + 1, 2 * int(rng.integers(1, 4)), False))
+            ranges = [(int(first), int(end)) for first, end in cuts.reshape(-1, 2)]
+            for mine, theirs in ((sides.keys, whole.keys), (sides.values, whole.values)):
+                found = mine.read(sides.located(ranges)).copy()
+                np.testing.assert_array_equal(found, theirs.read(ranges))
+        tokens = rng.integers(0, prefix.num_tokens, (HEADS, 9))
+        heads = np.arange(HEADS)[:, None]
+        found = sides.keys.take(heads, sides.rows_of(tokens)).copy()
+        np.testing.assert_array_equal(found, whole.keys.take(heads, tokens))
+    assert len(Sides.of(one).located([(3, root.num_tokens)])) == 1
+    assert len(Sides.of(other).located([(3, other.num_tokens)])) == 2
+    if kind == "fp32":
+        sides = Sides.of(one)
+        assert np.shares_memory(sides.keys.read(sides.located([(3, root.num_tokens)])), pool)
 
 
 def test_blocks_that_only_have_a_checksum_in_common_stay_two(
