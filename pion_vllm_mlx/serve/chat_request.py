@@ -133,7 +133,7 @@ def _common(body: Json) -> Json:
     if checks.optional_text(body, "suffix"):
         raise bad_request("suffix is not supported: replies follow the prompt")
     requested_model(body)
-    stops = checks.stops(body, "stop")
+    stops = checks.stops(body, "stop", lone=True)
     _check_template_settings(body)
     checks.mapping(body, "role_mapping")
     for name, flag in (("adapters", "--adapter-path"), ("draft_model", "--draft-model")):

@@ -148,12 +148,15 @@ def numbers(holder: Json, *names: str) -> Json:
     return found
 
 
-def stops(holder: Json, name: str) -> list[str]:
-    """Stop sequences: a string or a list of strings, none of them empty; absent or null is none."""
+def stops(holder: Json, name: str, *, lone: bool = False) -> list[str]:
+    """Stop sequences: a list of strings, none of them empty; absent or null is none.
+
+    ``lone``: a string stands for a list of it.
+    """
     value = holder.get(name)
     if value is None:
         return []
-    words = [value] if isinstance(value, str) else value
+    words = [value] if lone and isinstance(value, str) else value
     if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
         raise bad_request(f"{name} must be a list of strings")
     if "" in words:

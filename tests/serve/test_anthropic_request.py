@@ -177,6 +177,8 @@ def test_counting_needs_no_limit() -> None:
         ({"tools": [{"input_schema": {}}]}, "tools.name"),
         ({"temperature": "hot"}, "temperature"),
         ({"stop_sequences": [1]}, "stop_sequences"),
+        ({"stop_sequences": "x"}, "stop_sequences must be a list of strings"),
+        ({"stop_sequences": ""}, "stop_sequences must be a list of strings"),
         ({"stop_sequences": ["x", ""]}, "stop_sequences has an empty string"),
         ({"stream": "yes"}, "stream"),
         ({"model": 5}, "model"),

@@ -112,6 +112,11 @@ def test_a_wanted_schema_becomes_the_response_format() -> None:
     assert body["response_format"] == {"type": "json_schema", "json_schema": schema}
 
 
+@pytest.mark.parametrize("stop", ["", "x", ["x"], 5])
+def test_fields_that_the_api_does_not_have_change_nothing(stop: Any) -> None:
+    assert chat_body({"input": "hi", "stop": stop}) == chat_body({"input": "hi"})
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [
