@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from pion_vllm_mlx.cache.beside import Beside, Blocking
+from pion_vllm_mlx.cache.handles import owned
 from pion_vllm_mlx.cache.lineage import Cut, LineageStore, Match, policy
-from pion_vllm_mlx.cache.lineage.missed import NOT_RESTORED
 from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
 from pion_vllm_mlx.cache.live_tier import LiveTier, Tokens, check_length
@@ -26,6 +26,7 @@ from pion_vllm_mlx.cache.read_ahead import ReadAhead
 from pion_vllm_mlx.cache.spread import Spread
 from pion_vllm_mlx.cache.vllm_mlx_backend_kinds import are_known, cache_kinds
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Counters, LookedUp, Lookup, Miss
+from pion_vllm_mlx.cache.vllm_mlx_backend_restore import restore
 from pion_vllm_mlx.cache.vllm_mlx_backend_settings import UNEXPECTED, BackendSettings, guarded
 from pion_vllm_mlx.config import ClientSwitches
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
@@ -246,6 +247,7 @@ class PionPrefixCache:
         lookup = self._begun(list(tokens))
         if self._store is None or lookup.prompt_tokens < 2:
             return None
+        lookup.near = self._live.nearest(lookup.ids)  # what is read will be the nearest
         hit = self._live.find(lookup.ids)
         self._ask_store(lookup, hit.length if hit else 0)
         self._looked_up.add(lookup)
@@ -350,7 +352,9 @@ class PionPrefixCache:
 
     def _find(self, lookup: Lookup) -> list[Any] | None:
         """The longest prefix of either tier; notes in ``lookup`` what it was."""
-        lookup.near = self._live.nearest(lookup.ids)
+        near = self._live.nearest(lookup.ids)
+        if lookup.restored is None or near[0] > lookup.restored.length:
+            lookup.near = near
         hit = self._live.find(lookup.ids)
         held = hit.length if hit else 0
         if not lookup.asked or held < lookup.held:  # what made the store unwanted is gone again
@@ -358,36 +362,19 @@ class PionPrefixCache:
             self._ask_store(lookup, held)
         restored, lookup.restored = lookup.restored, None
         caches = None
-        if restored is not None and restored.length > held:
+        if restored is not None and restored.length >= held:  # memory holds it, too, by now
             lookup.tier, lookup.reused_tokens = restored.lane, restored.length
             lookup.restore_ms, caches = restored.ms, list(restored.caches)
-        elif hit is not None:
-            caches = self._live.take(hit)
-            if caches is not None:
-                lookup.tier, lookup.reused_tokens = "memory", held
+        elif hit is not None and (kept := self._live.take(hit)) is not None:
+            lookup.tier, lookup.reused_tokens, caches = "memory", held, owned(kept)
         lookup.say_why()
         return caches
 
     def _ask_store(self, lookup: Lookup, held: int) -> None:
-        """Reads what the store holds, where that is at least ``min_gain`` tokens more."""
-        options, store = self.settings.options, self._store
+        """Reads what the store has more than the ``held`` tokens of memory."""
         lookup.asked, lookup.held = True, held
-        if store is None or options is None:
-            return
-        lookup.min_gain = options.min_gain
-        if lookup.prompt_tokens - 1 - held < options.min_gain:
-            store.recheck(lookup.ids)
-            return
-        lookup.match = match = store.match(lookup.ids)
-        if match.withheld > held:
-            lookup.why = match.why
-        if match.length < held + options.min_gain:
-            return
-        restored = store.restore(match)
-        if restored is None or restored.length <= held:
-            lookup.why = NOT_RESTORED
-        else:
-            lookup.restored = restored
+        if self._store is not None:
+            restore(lookup, held, self._store, self._live)
 
     def _discard(self, arrays: list[Any]) -> None:
         if not self._closed:

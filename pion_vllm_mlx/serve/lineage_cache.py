@@ -27,6 +27,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from pion_vllm_mlx.cache.beside import BUSY, MOST_DEADLINES, Beside, Blocking, waited
 from pion_vllm_mlx.cache.completion import TokenIds
+from pion_vllm_mlx.cache.handles import owned
 from pion_vllm_mlx.cache.layers import cache_arrays
 from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore, Match
 from pion_vllm_mlx.cache.lineage.client import CONNECT_SECONDS, LineageClient, connect
@@ -37,7 +38,7 @@ from pion_vllm_mlx.cache.live_tier import MAX_CHECKPOINTS, LiveTier
 from pion_vllm_mlx.cache.read_ahead import ReadAhead
 from pion_vllm_mlx.cache.spread import Spread
 from pion_vllm_mlx.errors import UnsupportedCache
-from pion_vllm_mlx.serve.lineage_cache_handles import owned, recurrent, settled
+from pion_vllm_mlx.serve.lineage_cache_handles import recurrent, settled
 from pion_vllm_mlx.serve.lineage_cache_limits import CacheLimits, PlainCache
 from pion_vllm_mlx.serve.lineage_cache_lookup import Tiers
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, Rate, Seen

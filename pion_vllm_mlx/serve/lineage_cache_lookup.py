@@ -11,11 +11,11 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from pion_vllm_mlx.cache.handles import owned
 from pion_vllm_mlx.cache.lineage import LineageStore, Restored
 from pion_vllm_mlx.cache.lineage.missed import NOT_RESTORED
 from pion_vllm_mlx.cache.live_tier import LiveTier
 from pion_vllm_mlx.errors import UnsupportedCache
-from pion_vllm_mlx.serve.lineage_cache_handles import owned
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan
 
 MAX_JOURNALS = 10_000

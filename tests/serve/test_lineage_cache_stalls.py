@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
 
 from pion_vllm_mlx.cache import evaluation  # noqa: E402
 from pion_vllm_mlx.cache.beside import Beside, Blocking  # noqa: E402
+from pion_vllm_mlx.cache.handles import owned  # noqa: E402
 from pion_vllm_mlx.cache.layers import cache_arrays  # noqa: E402
 from pion_vllm_mlx.cache.lineage import LineageOptions, bringing, kept  # noqa: E402
 from pion_vllm_mlx.cache.lineage.capture import Since, capture, captured_of  # noqa: E402
@@ -33,7 +34,6 @@ from pion_vllm_mlx.cache.lineage.shape import Shape  # noqa: E402
 from pion_vllm_mlx.cache.spread import MOST_ARRAYS, SHORT_SECONDS, Spread  # noqa: E402
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import Ends  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache import BUSY, CacheLimits, LineageCache  # noqa: E402
-from pion_vllm_mlx.serve.lineage_cache_handles import owned  # noqa: E402
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, PlannedPrompt, Seen  # noqa: E402
 from tests.models import tiny_model, token_ids  # noqa: E402
 
