@@ -76,8 +76,9 @@ class Spread:
 
     @property
     def waiting(self) -> int:
-        """How much is to be done for caches that are kept, with what is being done now."""
-        return self._doing + len(self._ending) + len(self._jobs) + len(self._storing)
+        """How much is to be computed or done for caches that are kept, or is being done now."""
+        jobs = len(self._ending) + len(self._jobs) + len(self._storing)
+        return self._doing + jobs + len(self._parts)
 
     def add(self, arrays: Sequence[mx.array], then: Then = lambda: None) -> None:
         """Has ``arrays`` computed soon; ``then`` is called when the last one is scheduled."""
@@ -124,21 +125,26 @@ class Spread:
     @property
     def idle(self) -> bool:
         """Whether nothing is to be computed or done."""
-        return not (self._parts or self.waiting)
+        return not self.waiting
 
     def _do_next(self, begun: bool) -> None:
         until = time.perf_counter() + SHORT_SECONDS
-        while job := self._next_job(begun):
-            self._do(job)
+        while self._has_next(begun):
+            self._do(partial(self._next_job, begun))
             if not self._ending or time.perf_counter() > until:
                 return
 
-    def _do(self, job: Then) -> None:
+    def _do(self, take: Callable[[], Then | None]) -> None:
+        """Does what ``take`` takes out of what waits; ``waiting`` counts it all the time."""
         self._doing += 1
         try:
-            job()
+            if job := take():
+                job()
         finally:
             self._doing -= 1
+
+    def _has_next(self, begun: bool) -> bool:
+        return bool(self._ending or (not begun and (self._jobs or self._storing)))
 
     def _next_job(self, begun: bool) -> Then | None:
         if self._ending:
@@ -178,7 +184,7 @@ class Spread:
         """
         self._carrying = False
         while self._parts and not self._parts[0].arrays:
-            self._parts.popleft().then()
+            self._do(lambda: self._parts.popleft().then)
         if self._sampled:
             self._sampled = False
             if not self._asked:
@@ -188,8 +194,8 @@ class Spread:
     def finish(self) -> None:
         """Does and schedules all that waits: nobody is held up."""
         self.pace.ended()
-        while job := self._next_job(begun=False):
-            self._do(job)
+        while self._has_next(begun=False):
+            self._do(partial(self._next_job, begun=False))
         arrays = [array for part in self._parts for array in part.arrays]
         for part in self._parts:  # first: what cannot be computed is not tried again
             part.arrays.clear()

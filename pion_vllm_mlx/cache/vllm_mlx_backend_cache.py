@@ -313,12 +313,14 @@ class PionPrefixCache:
     def pion_stats(self) -> dict[str, Any]:
         """Our own counters under the names of ``/v1/pion/stats``.  Any thread."""
         store = self._store
-        stored = store.stats() if store is not None else {"bypass": self._bypass}
+        waiting = self.spread.waiting  # first: what is done goes on to wait for the store
+        stored: dict[str, Any] = store.stats() if store is not None else {"bypass": self._bypass}
         return {
             **({"pion": "disabled"} if self.settings.options is None else {}),
             **dict.fromkeys(("tokens_looked_up", "read_ahead"), 0),
             **stored,
             **self._counters.as_dict(),
+            "waiting": waiting + stored.get("waiting", 0),
             "restores": stored.get("hits", 0),
             "resumes": 0,
             "reading_ahead": not self._ahead.done,

@@ -179,6 +179,29 @@ def test_what_waits_for_steps_is_stored_by_a_save_and_at_the_end(
         assert engine.ask(prompt).cached == len(prompt) - 1
 
 
+def test_what_waits_for_steps_counts_as_waiting_until_it_is_written(
+    pion_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(pion_server)
+    counted: list[tuple[int, int]] = []
+    with running_engine(FAMILIES["plain"]) as engine:
+        cache, stepped = engine.cache, Spread.stepped
+
+        def noted(self: Spread) -> None:
+            """Between two steps, on the thread that generates."""
+            if cache._counters.kept_live:
+                counted.append((cache.pion_stats()["waiting"], self.waiting_bytes))
+            stepped(self)
+
+        monkeypatch.setattr(Spread, "stepped", noted)
+        cache.spread.least_bytes = 1000
+        engine.ask(token_ids(400, seed=580), REPLY)
+        assert counted and all(waiting for waiting, uncopied in counted if uncopied)
+        assert engine.worker.submit(cache.save_to_disk, "").result()
+        stats = cache.pion_stats()
+        assert (stats["waiting"], stats["written"]) == (0, 2)  # the prompt, and the reply behind it
+
+
 @pytest.mark.parametrize("sampled", ["by the batch's sampler", "each by its own", "elsewhere"])
 def test_whoever_samples_what_waits_is_computed(sampled: str) -> None:
     from mlx_lm.generate import BatchGenerator
