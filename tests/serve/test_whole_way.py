@@ -108,6 +108,22 @@ def test_every_api_says_the_same_streaming_and_not(
     assert response.status == "incomplete"
 
 
+def test_a_text_completion_says_the_same_streaming_and_not(gpt: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": "any", "prompt": "Once upon a time. " * 9}
+    asked |= {"max_tokens": LIMIT, "temperature": 0}
+    first, again = (gpt.completions.create(**asked) for _ in range(2))
+    assert first.choices[0].text
+    assert again.choices[0].text == first.choices[0].text
+    assert again.usage.prompt_tokens_details.cached_tokens == again.usage.prompt_tokens - 1
+    chunks = list(
+        gpt.completions.create(stream=True, stream_options={"include_usage": True}, **asked)
+    )
+    texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
+    assert "".join(texts) == first.choices[0].text
+    used = [chunk.usage for chunk in chunks if chunk.usage][-1]
+    assert used.prompt_tokens_details.cached_tokens == used.prompt_tokens - 1
+
+
 def test_usage_is_the_same_count_in_every_api(
     gpt: openai.OpenAI, claude: anthropic.Anthropic
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import anthropic
 import openai
@@ -56,9 +57,16 @@ def _chats(gpt: openai.OpenAI) -> None:
     assert (last.finish_reason, last.message.content) == ("tool_calls", "I look.")
     assert (call.function.name, json.loads(call.function.arguments)) == ("look", ARGUMENTS)
     tool = {"type": "function", **function}
-    told = gpt.responses.create(model="m", input="And there?", tools=[tool])  # type: ignore[list-item]
-    (called,) = [one for one in told.output if one.type == "function_call"]
-    assert (called.name, json.loads(called.arguments)) == ("look", ARGUMENTS)
+    given: dict[str, Any] = {"model": "m", "input": "And there?", "tools": [tool]}
+    told = gpt.responses.create(**given)
+    with gpt.responses.stream(**given) as events:
+        for _ in events:
+            pass
+        streamed_response = events.get_final_response()
+    for response in (told, streamed_response):
+        (called,) = [one for one in response.output if one.type == "function_call"]
+        assert (called.name, json.loads(called.arguments)) == ("look", ARGUMENTS)
+        assert response.output_text == "I look."
 
 
 def _messages(claude: anthropic.Anthropic) -> None:
