@@ -107,9 +107,13 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
 
     def stopped_by(self) -> str | None:
         """The stop sequence that ended the reply to the calling thread's request, if one did."""
+        reply, tokenizer = self.reply(), self.model_provider.tokenizer
+        return None if reply is None else reply.stopped_by(tokenizer)
+
+    def reply(self) -> FollowedReply | None:
+        """The one to the calling thread's request, once it has begun."""
         reply = vars(self.current).get("reply")
-        tokenizer = self.model_provider.tokenizer
-        return reply.stopped_by(tokenizer) if isinstance(reply, FollowedReply) else None
+        return reply if isinstance(reply, FollowedReply) else None
 
     def ends(self) -> None:
         """The client of the calling thread is about to be told the end of its reply."""

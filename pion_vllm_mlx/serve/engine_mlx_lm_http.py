@@ -116,6 +116,9 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         The first chunk of a stream says what its usage will say of the prompt.
         """
         response: Json = super().generate_response(*args, **options)
+        reply = self.response_generator.reply()
+        if reply is not None:
+            reply.sends(thought=bool(options.get("reasoning_text")))
         if self.stream and not self._prompt_told:
             self._prompt_told = True
             response[PROMPT] = self.response_generator.prompt()
@@ -128,8 +131,11 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         return response
 
     def completion_usage_response(self, *args: Any, **options: Any) -> Json:
-        """mlx-lm's chunk of usage, with the receipt."""
+        """mlx-lm's chunk of usage, with the receipt; thoughts are counted in it."""
         response: Json = super().completion_usage_response(*args, **options)
+        reply = self.response_generator.reply()
+        if reply is not None and reply.thoughts:
+            response["usage"]["completion_tokens_details"] = {"reasoning_tokens": reply.thoughts}
         self._add_receipt(response)
         return response
 

@@ -1,5 +1,7 @@
 """A reply while it is generated: whether its client still listens, and which words ended it.
 
+And how much of it was thought: a token belongs to what is sent next.
+
 mlx-lm notices that a client has left when it writes to it, and writes nothing while a tool call
 goes on, or while the bytes that have come are no whole character yet.
 """
@@ -24,14 +26,23 @@ class FollowedReply:
         self._connection = connection
         self._tail: deque[int] = deque(maxlen=TAIL_TOKENS)
         self._reason: str | None = None
+        self._generated = self._sent = 0
+        #: so many tokens were of the model's thinking.
+        self.thoughts = 0
 
     def follow(self, responses: Iterator[Any]) -> Iterator[Any]:
         """The same responses. Raises ConnectionError once the client has left."""
         for response in responses:
             refuse_left(self._connection)
             self._tail.append(response.token)
+            self._generated += 1
             self._reason = response.finish_reason
             yield response
+
+    def sends(self, *, thought: bool) -> None:
+        """A part of it is sent now, with all tokens since the one before."""
+        self.thoughts += thought * (self._generated - self._sent)
+        self._sent = self._generated
 
     def stopped_by(self, tokenizer: Any) -> str | None:
         """The stop sequence that ended it; None where it ended otherwise."""

@@ -3,7 +3,8 @@
 The words of an HTTP request are in a context variable while its reply is generated.  Between
 the scheduler and the server the text of the reply passes through ``Stops``: what could become
 a stop word waits; at the first whole one the reply ends before it, and the scheduler is told to
-give the request up.  The last chunk says which one it was, as mlx-lm's engine does.
+give the request up.  The last chunk says which one it was, as mlx-lm's engine does.  Its usage says
+how many tokens were thoughts: those that came since the chunk before one with a thought.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ class Stops:
         self._held = ""
         self.said = ""
         self.word: str | None = None
+        #: tokens of the reply so far, of those that were sent, and of the thoughts among them.
+        self.tokens = self.sent = self.thoughts = 0
+
+    def sends(self, *, thought: bool) -> None:
+        """A part of the reply is sent now, with all tokens since the one before."""
+        self.thoughts += thought * (self.tokens - self.sent)
+        self.sent = self.tokens
 
     def feed(self, text: str, *, last: bool) -> str:
         """What of the reply is certain once ``text`` has come; all of it where that is the last."""
@@ -94,6 +102,7 @@ def _ending(original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncI
 
 def _stopped(output: Any, stops: Stops) -> Any:
     """An output with the text that is certain; the last one where a stop word has come."""
+    stops.tokens = output.completion_tokens
     text = stops.feed(output.new_text, last=output.finished)
     if stops.word is None:
         return dataclasses.replace(output, new_text=text)
@@ -117,7 +126,7 @@ class StopLayer:
         token = _STOPS.set(stops)
 
         async def told(message: Message) -> None:
-            await send(message if stops.word is None else _with_word(message, stops.word))
+            await send(_completed(message, stops))
 
         try:
             await self._app(scope, replayed(body, receive), told)
@@ -135,22 +144,28 @@ def stop_words(body: bytes) -> list[str]:
     return [one for one in words if isinstance(one, str)] if isinstance(words, list) else []
 
 
-def _with_word(message: Message, word: str) -> Message:
-    """A part of a stream in which the chunk that ends the reply says why."""
+def _completed(message: Message, stops: Stops) -> Message:
+    """A part of a stream; the chunk that ends the reply says why, usage what was thought."""
     body = bytes(message.get("body", b""))
-    if b'"finish_reason"' not in body:
+    if not body.startswith(b"data: {"):
         return message
-    lines = [_line(line, word) for line in body.split(b"\n")]
+    stops.sends(thought=b'"reasoning_content"' in body)
+    ends = stops.word is not None and b'"finish_reason"' in body
+    if not ends and not (stops.thoughts and b'"completion_tokens"' in body):
+        return message
+    lines = [_line(line, stops) for line in body.split(b"\n")]
     return {**message, "body": b"\n".join(lines)}
 
 
-def _line(line: bytes, word: str) -> bytes:
+def _line(line: bytes, stops: Stops) -> bytes:
     if not line.startswith(b"data: {"):
         return line
     with contextlib.suppress(ValueError):
         chunk = json.loads(line[6:])
         for choice in chunk.get("choices") or ():
-            if choice.get("finish_reason") == "stop":
-                choice[STOPPED_BY] = word
+            if stops.word is not None and choice.get("finish_reason") == "stop":
+                choice[STOPPED_BY] = stops.word
+        if stops.thoughts and chunk.get("usage"):
+            chunk["usage"]["completion_tokens_details"] = {"reasoning_tokens": stops.thoughts}
         return b"data: " + json.dumps(chunk, ensure_ascii=False).encode()
     return line

@@ -52,7 +52,8 @@ Piece = Text | Reasoning | ToolCall
 class Outcome:
     """How a reply ended and what it took; token counts are the engine's.
 
-    ``begun``: something of the reply itself has come; ``parts``: in so many chunks.
+    ``begun``: something of the reply itself has come; ``parts``: in so many chunks, ``thoughts`` of
+    them with thinking, whose tokens are ``reasoning_tokens`` where the engine counts them.
     ``stop_sequence``: which of the request's own ended it, where the engine says so.
     """
 
@@ -64,6 +65,13 @@ class Outcome:
     receipt: Json | None = None
     begun: bool = False
     parts: int = 0
+    thoughts: int = 0
+    reasoning_tokens: int | None = None
+
+    @property
+    def reasoned(self) -> int:
+        """The tokens of the model's thinking; at least so many where nobody has counted them."""
+        return self.thoughts if self.reasoning_tokens is None else self.reasoning_tokens
 
     @property
     def generated(self) -> int:
@@ -71,13 +79,16 @@ class Outcome:
         return self.completion_tokens or self.parts
 
     def chat_usage(self) -> Json:
-        """As chat completions report it."""
-        return {
+        """As chat completions report it; what has not been thought is not counted."""
+        usage: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.reasoned:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoned}
+        return usage
 
 
 @dataclass
@@ -107,6 +118,7 @@ class ChatReader:
             said = delta.get("content") or choice.get("text")
             if thought or said or delta.get("tool_calls"):
                 self.outcome.begun, self.outcome.parts = True, self.outcome.parts + 1
+                self.outcome.thoughts += bool(thought)
             if thought or said:
                 yield from self.flush()
             if thought:
@@ -153,6 +165,8 @@ class ChatReader:
             self.outcome.prompt_tokens = usage.get("prompt_tokens") or 0
             self.outcome.completion_tokens = usage.get("completion_tokens") or 0
             self.outcome.cached_tokens = details.get("cached_tokens") or 0
+            counted = usage.get("completion_tokens_details") or {}
+            self.outcome.reasoning_tokens = counted.get("reasoning_tokens")
         if isinstance(chunk.get("pion"), dict):
             self.outcome.receipt = chunk["pion"]
 

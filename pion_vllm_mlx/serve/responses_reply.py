@@ -191,6 +191,6 @@ class ResponsesReply(Reply):
             "input_tokens": outcome.prompt_tokens,
             "input_tokens_details": {"cached_tokens": outcome.cached_tokens},
             "output_tokens": outcome.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": outcome.reasoned},
             "total_tokens": outcome.prompt_tokens + outcome.completion_tokens,
         }

@@ -222,7 +222,7 @@ def test_responses_sequence_is_numbered_from_one() -> None:
         "input_tokens": 40,
         "input_tokens_details": {"cached_tokens": 30},
         "output_tokens": 5,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 2},
         "total_tokens": 45,
     }
     assert (response["temperature"], response["pion"]) == (0.5, RECEIPT)
