@@ -55,12 +55,20 @@ def store(wire: Wire, name: str, rows: int, seed: int) -> object:
     return wire.ask("V.STOREBATCH", name + "_pk", 0, 0, rows, blob, "FMT", "F16")
 
 
-@pytest.mark.parametrize(("rows", "times"), [(100, 700), (4000, 60)], ids=["short", "long"])
+#: all below 64 KiB rides in the logs then.
+FLUSHED = ("--appendfsync", "always")
+
+
+@pytest.mark.parametrize(
+    ("rows", "times", "flags"),
+    [(100, 700, ()), (100, 700, FLUSHED), (4000, 60, ())],
+    ids=["short", "in the log", "long"],
+)
 def test_the_folder_stays_within_the_budget_and_one_log(
-    server: RunningServer, rows: int, times: int
+    server: RunningServer, rows: int, times: int, flags: tuple[str, ...]
 ) -> None:
     budget = 24 * MEGABYTE
-    server.start("--disk-budget", str(budget), "--max-sessions", "65536")
+    server.start("--disk-budget", str(budget), "--max-sessions", "65536", *flags)
     highest = 0
     with Wire.tcp(server.port) as wire:
         for number in range(times):
@@ -80,10 +88,13 @@ def test_the_folder_stays_within_the_budget_and_one_log(
     assert held >= budget // 2
 
 
-def test_states_alone_do_not_throw_out_more_than_their_bytes(server: RunningServer) -> None:
-    """Evicted states lie in a snapshot until the next save: they are not evicted for twice."""
+@pytest.mark.parametrize("flags", [(), FLUSHED], ids=["in segments", "in the log"])
+def test_states_alone_do_not_throw_out_more_than_their_bytes(
+    server: RunningServer, flags: tuple[str, ...]
+) -> None:
+    """Evicted ones may lie in a snapshot until the next save: they are not evicted for twice."""
     budget = 16 * MEGABYTE
-    server.start("--disk-budget", str(budget), "--max-sessions", "65536")
+    server.start("--disk-budget", str(budget), "--max-sessions", "65536", *flags)
     with Wire.tcp(server.port) as wire:
         for number in range(600):
             name = f"n{number}"
@@ -96,7 +107,10 @@ def test_states_alone_do_not_throw_out_more_than_their_bytes(server: RunningServ
         assert du(server.dir) <= budget + log_bytes(budget)
         wire.ok("KV.PREFIX.SAVE")
         assert int(wire.info("KV.PREFIX.INFO")["registered_prefixes"]) == prefixes
+        assert du(server.dir) <= budget + log_bytes(budget)  # what was sealed got its headers
+        wire.ok("SSM.PREFIX.STORE", "n599", 1, bytes(5_000))
         assert du(server.dir) <= budget
+        assert int(wire.info("KV.PREFIX.INFO")["registered_prefixes"]) >= 0.9 * prefixes
 
 
 def begun(name: str, rows: int, sent: int) -> bytes:
@@ -245,6 +259,24 @@ def test_deleted_and_overwritten_keys_give_their_room_to_prefixes(server: Runnin
     with Wire.tcp(server.port) as wire:
         assert len(wire.ask("GET", "same")) == 4 * MEGABYTE
         assert wire.ask("GET", "k0") is None
+
+
+@pytest.mark.parametrize("rows", [100, 1024, 4096], ids=["50 KiB", "512 KiB", "2 MiB"])
+def test_rows_that_were_overwritten_go_before_anybody_s_prefix(
+    server: RunningServer, rows: int
+) -> None:
+    server.start("--disk-budget", str(32 * MEGABYTE))
+    names = [f"n{number}" for number in range(6)]
+    with Wire.tcp(server.port) as wire:
+        for number, name in enumerate(names):
+            assert store(wire, name, 4096, number) == "OK"
+        wire.ok("KV.PREFIX.REGISTER", "hot", WIDTH, "fp16")
+        for number in range(40 * MEGABYTE // (rows * ROW_BYTES)):
+            values = np.random.default_rng(number).standard_normal(rows * WIDTH).astype("<f2")
+            words = ("V.STOREBATCH", "hot_pk", 0, 0, rows, values.tobytes(), "FMT", "F16")
+            assert wire.ask(*words) == "OK"
+        assert [name for name in names if wire.ask("V.INFO", f"{name}_pk") is None] == []
+        assert wire.ask("V.FETCH", "hot_pk", 0, "RANGE", 0, rows) == values.astype("<f4").tobytes()
 
 
 def test_states_of_no_namespace_leave_in_their_turn(server: RunningServer) -> None:

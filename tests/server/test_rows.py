@@ -15,8 +15,8 @@ from tests.server.oracle import Rows
 from tests.server.wire import Wire, settle
 
 WIDTH, HEADS = 64, 2
-# one row, rows that ride in the log, rows in a segment
-SIZES = (1, 37, 700)
+# one row, rows that ride in the log, few and many rows in a segment
+SIZES = (1, 13, 37, 700)
 #: a blob that does not fit one window, in any format
 STREAMED_BYTES = 9 << 20
 

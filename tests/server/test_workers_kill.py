@@ -17,15 +17,16 @@ from tests.server.wire import Refusal, Wire
 
 WORKERS = 2
 KILLS = 8
-WIDTH = 1024
+#: rows of 256 bytes.
+WIDTH = 64
 CLIENTS = 4
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RunningServer]:
+@pytest.fixture(params=["everysec", "always"])
+def server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[RunningServer]:
     folder = tmp_path / "data"
     folder.mkdir(mode=0o700)
-    flags = ("-w", str(WORKERS), "--independent-workers")
+    flags = ("-w", str(WORKERS), "--independent-workers", "--appendfsync", request.param)
     running = RunningServer(free_port_block(2 + WORKERS), folder, flags).start()
     yield running
     running.stop()
@@ -59,7 +60,8 @@ class Client(threading.Thread):
         if not self.tried:
             wire.ok("KV.PREFIX.REGISTER", self.name, WIDTH, "fp32")
         at = len(self.tried)
-        count = self.draw.choice([1, 40])  # below and above what rides in the log
+        # below and above what rides in the log where every store is flushed; else the first ones do
+        count = self.draw.choice([1, 60, 300])
         data = self.draw.randbytes(4) * (WIDTH * count)
         self.tried[at] = data
         answer = wire.ask("V.STOREBATCH", f"{self.name}_pk", at, 0, count, data)
