@@ -44,9 +44,12 @@ class Plan:
     clients: int = 8
     workers: int = 0
 
-    def flags(self, pressure: bool) -> list[str]:
-        """Limits that evict all the time, though not what is pinned, or none."""
-        flags = ["--kvcache", "--wal-size", "1", "--appendfsync", "no"]
+    def flags(self, pressure: bool, flushed: bool) -> list[str]:
+        """Limits that evict all the time, though not what is pinned, or none.
+
+        ``flushed``: each store is, before its answer; then all below 64 KiB rides in the logs.
+        """
+        flags = ["--kvcache", "--wal-size", "1", "--appendfsync", "always" if flushed else "no"]
         if self.workers:
             flags += ["-w", str(self.workers), "--independent-workers"]
         if pressure:
@@ -138,9 +141,10 @@ class Victim:
         """Where a client of that worker connects."""
         return self.port + 2 + worker if self.plan.workers else self.port
 
-    def launch(self, pressure: bool) -> None:
+    def launch(self, pressure: bool, flushed: bool = False) -> None:
         """Start it; it may not listen yet."""
-        arguments = ["-p", str(self.port), "--dir", str(self.folder), *self.plan.flags(pressure)]
+        arguments = ["-p", str(self.port), "--dir", str(self.folder)]
+        arguments += self.plan.flags(pressure, flushed)
         self.pid = self.starter.start(self.log, *arguments)
 
     def wait_until_ready(self) -> None:
@@ -246,7 +250,7 @@ class KillLoop:
             self.victim.kill()
             self.tally.kills += 1
             self.tally.start_kills += 1
-        self.victim.launch(pressure)
+        self.victim.launch(pressure, flushed=self.chance.random() < 0.3)
         self.victim.wait_until_ready()
         for client in self.clients:
             # a start keeps to its limits by itself: what goes now was allowed to stay before
