@@ -16,10 +16,10 @@ from crc32c import crc32c
 from pion_vllm_mlx.cache.completion import CompletionRecord, Run
 from pion_vllm_mlx.server.keyspace import changes
 from pion_vllm_mlx.server.store import framing, records
-from tests.fixtures.make_release import noise
+from tests.fixtures.make_release import LONG_ROWS, OPEN_ROWS, ROW, noise
 
 ROOT = Path(__file__).parents[2]
-RELEASE = ROOT / "tests" / "fixtures" / "0.1"
+FIRST, LATER = (ROOT / "tests" / "fixtures" / name for name in ("0.1", "0.1-more"))
 DOCUMENT = (ROOT / "docs" / "formats.md").read_text(encoding="utf-8")
 
 Logged = tuple[int, int, bytes]
@@ -51,17 +51,39 @@ def parts(payload: bytes) -> tuple[dict[str, Any], bytes]:
     return json.loads(payload[4 : 4 + length]), payload[4 + length :]
 
 
+@pytest.fixture(params=[FIRST, LATER], ids=lambda path: path.name)
+def release(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def runs_of(file: Path) -> list[dict[str, Any]]:
+    """The JSON of each record of rows, in order."""
+    return [parts(payload)[0] for _, op, payload in read(file.read_bytes()) if op == 2]
+
+
+def open_segments(release: Path) -> set[str]:
+    """Names of the segments that no record calls complete."""
+    sealed = {
+        parts(payload)[0]["segment"]
+        for name in ("pion.vstore.0", "pion.vstore.wal.0")
+        for _, op, payload in read((release / name).read_bytes())
+        if op == 4
+    }
+    return {path.stem for path in (release / "pion.segments.0").iterdir()} - sealed
+
+
 FILES = re.findall(r"^\| `(pion\.[a-z.]+)\.<w>` .* `(PION\w+)` \|$", DOCUMENT, re.MULTILINE)
 
 
-def test_the_document_names_every_file_of_records() -> None:
-    named = {path.name.removesuffix(".0") for path in RELEASE.glob("pion.*") if path.is_file()}
+def test_the_document_names_every_file_of_records(release: Path) -> None:
+    named = {path.name.removesuffix(".0") for path in release.glob("pion.*") if path.is_file()}
     assert {name for name, _ in FILES} == named
 
 
 @pytest.mark.parametrize(("name", "magic"), FILES, ids=[name for name, _ in FILES])
-def test_frames_are_as_the_tables_say(name: str, magic: str) -> None:
-    data = (RELEASE / f"{name}.0").read_bytes()
+def test_frames_are_as_the_tables_say(name: str, magic: str, release: Path) -> None:
+    data = (release / f"{name}.0").read_bytes()
     found, covered = header(data)
     assert found == magic.encode()
     frames = list(read(data))
@@ -69,14 +91,14 @@ def test_frames_are_as_the_tables_say(name: str, magic: str) -> None:
     assert lsns == list(range(lsns[0], lsns[0] + len(lsns)))
     if ".wal" in name:
         snapshot = SNAPSHOT if name == "pion.wal" else name.replace(".wal", "")
-        before = header((RELEASE / f"{snapshot}.0").read_bytes())[1]
+        before = header((release / f"{snapshot}.0").read_bytes())[1]
         assert covered == 0 and lsns[0] == before + 1
     else:
         assert lsns[0] == 1 and frames[-1][1] == 255
         assert frames[-1][2] == struct.pack("<Q", len(frames) - 1)
 
 
-def test_every_operation_is_in_the_table_with_its_fields() -> None:
+def test_every_operation_is_in_the_table_with_its_fields(release: Path) -> None:
     rows = re.findall(r"^\| (\d+) (\w+) \| (\w+) \| (.*) \|.*\|$", DOCUMENT, re.MULTILINE)
     table = {
         int(op): (name, log, set(re.findall(r"`([a-z_]+)`", text))) for op, name, log, text in rows
@@ -86,26 +108,79 @@ def test_every_operation_is_in_the_table_with_its_fields() -> None:
     for kind in (records.Create, records.Rows, records.Drop, records.Seal, records.StoreState):
         assert table[kind.op][:2] == (kind.__name__, kind.log)
     for file in ("vstore", "vstore.wal", "ssm", "ssm.wal"):
-        for _, op, payload in read((RELEASE / f"pion.{file}.0").read_bytes()):
+        for _, op, payload in read((release / f"pion.{file}.0").read_bytes()):
             if op != 255:
                 assert parts(payload)[0].keys() <= table[op][2], op
 
 
-def test_rows_lie_where_a_record_says() -> None:
-    frames = read((RELEASE / "pion.vstore.0").read_bytes())
-    runs = [parts(payload)[0] for _, op, payload in frames if op == 2]
-    (run,) = [r for r in runs if (r["sid"], r["layer"], r["start"]) == ("chat_pk", 0, 0)]
-    data = (RELEASE / "pion.segments.0" / f"{run['segment']}.safetensors").read_bytes()
-    assert run["hnd"] and run["padded"] == -(-(6 + 64) // 256) * 256
-    head = 4 * 2  # D values of bf16
+def head_major(data: bytes, run: dict[str, Any]) -> bytes:
+    """The rows of a run of two heads of four bf16 values."""
+    head = 4 * 2
     starts = [run["offset"] + index * run["padded"] * head for index in range(2)]
-    rows = b"".join(data[start : start + 6 * head] for start in starts)
-    assert rows == noise("chat_pk", 96) and crc32c(rows) == run["crc"] == run["sent"]
+    return b"".join(data[start : start + run["rows"] * head] for start in starts)
 
 
-def test_segments_are_safetensors_without_gaps() -> None:
-    for path in (RELEASE / "pion.segments.0").iterdir():
-        data = path.read_bytes()
+def content(release: Path, run: dict[str, Any]) -> bytes:
+    return (release / "pion.segments.0" / f"{run['segment']}.safetensors").read_bytes()
+
+
+def test_rows_lie_where_a_record_says(release: Path) -> None:
+    runs = runs_of(release / "pion.vstore.0")
+    (run,) = [r for r in runs if (r["sid"], r["layer"], r["start"]) == ("chat_pk", 0, 0)]
+    rows = head_major(content(release, run), run)
+    assert run["hnd"] and rows == noise("chat_pk", 96)
+    assert crc32c(rows) == run["crc"] == run["sent"]
+
+
+def test_long_head_major_runs_have_the_spare_rows_that_the_document_says() -> None:
+    spare, step = map(int, re.findall(r"rows plus (\d+), rounded up to (\d+)", DOCUMENT)[0])
+    (start,) = map(int, re.findall(r"runs begin at multiples of (\d+)", DOCUMENT, re.IGNORECASE))
+    (least,) = map(int, re.findall(r"Head-major runs from (\d+) KiB", DOCUMENT))
+    runs = runs_of(LATER / "pion.vstore.0")
+    (long,) = [run for run in runs if run["sid"] == "long_pk"]
+    assert long["padded"] == -(-(LONG_ROWS + spare) // step) * step
+    assert head_major(content(LATER, long), long) == noise("long", LONG_ROWS * ROW)
+    for run in runs:
+        spaced = run["hnd"] and run["sid"] == "long_pk"
+        assert (run["padded"] > run["rows"]) == spaced == (run["rows"] * ROW >= least << 10)
+        assert not run["segment"] or run["offset"] % start == 0
+
+
+def test_a_run_of_which_a_part_was_taken_back_shows_its_first_rows() -> None:
+    runs = [run for run in runs_of(LATER / "pion.vstore.0") if run["sid"] == "shown"]
+    shown = b""
+    for run in runs:
+        begin = run["offset"]
+        shown += content(LATER, run)[begin : begin + run["shown"] * ROW]
+        assert run["shown"] < run["rows"]
+    assert shown == noise("shown", 5 * ROW)[: 3 * ROW] + noise("shown in part", 6 * ROW)[: 2 * ROW]
+
+
+def test_what_lies_in_an_open_segment_is_said_by_the_log_alone() -> None:
+    (name,) = open_segments(LATER)
+    (run,) = [run for run in runs_of(LATER / "pion.vstore.wal.0") if run["segment"] == name]
+    data = content(LATER, run)
+    assert data[: run["offset"]] == bytes(run["offset"])
+    assert data[run["offset"] : run["offset"] + OPEN_ROWS * ROW] == noise("open", OPEN_ROWS * ROW)
+    logged = read((LATER / "pion.ssm.wal.0").read_bytes())
+    states = [parts(payload)[0] for _, op, payload in logged if op == 16]
+    (state,) = [state for state in states if state["segment"] == name]
+    blob = data[state["offset"] : state["offset"] + state["length"]]
+    assert blob == noise("open state", state["length"]) and crc32c(blob) == state["crc"]
+
+
+def test_a_log_goes_on_from_within_a_save() -> None:
+    """Its first records are of rows that came while the snapshot before it was written."""
+    first, *_ = runs_of(LATER / "pion.vstore.wal.0")
+    assert first["sid"] == "tail" and first["segment"] == ""
+
+
+def test_sealed_segments_are_safetensors_without_gaps(release: Path) -> None:
+    sealed = {path.stem for path in (release / "pion.segments.0").iterdir()} - open_segments(
+        release
+    )
+    for name in sealed:
+        data = (release / "pion.segments.0" / f"{name}.safetensors").read_bytes()
         (length,) = struct.unpack_from("<Q", data)
         tensors = json.loads(data[8 : 8 + length])
         known = r"[kvx]\.\d+\.\d+-\d+(\.[wsb])?|state\.\d+|dead\.\d+"
@@ -115,8 +190,8 @@ def test_segments_are_safetensors_without_gaps() -> None:
         assert [begin for begin, _ in places] == ends[:-1] and ends[-1] == len(data) - 8 - length
 
 
-def test_a_portable_copy_has_the_table_at_its_end() -> None:
-    data = (RELEASE / "portable").read_bytes()
+def test_a_portable_copy_has_the_table_at_its_end(release: Path) -> None:
+    data = (release / "portable").read_bytes()
     length, crc, version, magic = struct.unpack("<QII8s", data[-24:])
     text = data[-24 - length : -24]
     assert (version, magic) == (1, b"PIONPC01") and crc == crc32c(text)
@@ -147,7 +222,7 @@ def test_every_verb_of_the_keys_is_in_the_table() -> None:
         verb.name: verb.value for verb in changes.Verb
     }
     assert (changes.WHOLE, changes.FIRST, changes.MORE, changes.LAST) == (1, 2, 3, 4)
-    frames = read((RELEASE / "pion.wal.0").read_bytes())
+    frames = read((LATER / "pion.wal.0").read_bytes())
     first = next(payload for _, op, payload in frames if op == 1)
     verb, count, length = struct.unpack_from("<BII", first)
     assert (verb, count, first[9 : 9 + length]) == (4, 2, b"text")

@@ -14,6 +14,11 @@ from pion_vllm_mlx.server.store import framing, records
 from pion_vllm_mlx.tools import doctor
 from tests.conftest import RunningServer, free_port_block
 from tests.fixtures.make_release import (
+    LONG_ROWS,
+    MERGED_ROWS,
+    OPEN_ROWS,
+    ROW,
+    STATE_BYTES,
     TWIN_BYTES,
     TWIN_ROWS,
     TWINS,
@@ -51,8 +56,13 @@ def server(tmp_path: Path) -> Iterator[RunningServer]:
         one.stop()
 
 
+def has_more(release: Path) -> bool:
+    """Whether the folder has what the first release had not."""
+    return release.name != "0.1"
+
+
 def test_a_release_is_there() -> None:
-    assert RELEASES
+    assert [has_more(release) for release in RELEASES] == [False, True]
 
 
 def test_every_answer_is_the_one_that_the_release_gave(
@@ -60,10 +70,11 @@ def test_every_answer_is_the_one_that_the_release_gave(
 ) -> None:
     copied(release, server.dir)
     expected = json.loads((release / "expected.json").read_text())
+    more = has_more(release)
     server.start()
     assert "FATAL" not in server.output() and "damaged" not in server.output()
     with Wire.tcp(server.port) as wire:
-        found = answers(wire)
+        found = answers(wire, more)
         assert found == expected
         # and after this version has written the files in its own way
         wire.ok("KV.PREFIX.SAVE")
@@ -72,7 +83,7 @@ def test_every_answer_is_the_one_that_the_release_gave(
     # why a namespace went is remembered by the log alone, which a save truncates
     expected["explain gone"] = ["miss", "never registered here"]
     with Wire.tcp(server.port) as wire:
-        assert answers(wire) == expected
+        assert answers(wire, more) == expected
 
 
 def test_rows_and_states_are_the_bytes_that_were_sent(release: Path, server: RunningServer) -> None:
@@ -89,6 +100,29 @@ def test_rows_and_states_are_the_bytes_that_were_sent(release: Path, server: Run
         assert wire.ask("V.FETCH", "cut", 0, "RANGE", 0, 5) == noise("cut", 80)
         assert wire.ask("SSM.PREFIX.FETCH", "chat", 0) == noise("state", 100)
         assert wire.ask("SSM.PREFIX.FETCH", "chat", 65535) == noise("record", 200)
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_what_the_first_release_had_not_is_the_bytes_that_were_sent(
+    server: RunningServer, saved: bool
+) -> None:
+    (release,) = filter(has_more, RELEASES)
+    copied(release, server.dir)
+    server.start()
+    with Wire.tcp(server.port) as wire:
+        if saved:
+            wire.ok("KV.PREFIX.SAVE")
+        fetch = ("FMT", "STORED", "LAYOUT", "HND")
+        long = wire.ask("V.FETCH", "long_pk", 0, "RANGE", 0, LONG_ROWS, *fetch)
+        assert long == noise("long", LONG_ROWS * ROW)
+        opened = wire.ask("V.FETCH", "long_pv", 0, "RANGE", 0, OPEN_ROWS, "FMT", "STORED")
+        assert opened == noise("open", OPEN_ROWS * ROW)
+        merged = wire.ask("V.FETCH", "merged_pk", 0, "RANGE", 0, MERGED_ROWS, "FMT", "STORED")
+        assert merged == noise("merged", MERGED_ROWS * ROW)
+        shown = noise("shown", 5 * ROW)[: 3 * ROW] + noise("shown in part", 6 * ROW)[: 2 * ROW]
+        assert wire.ask("V.FETCH", "shown", 0, "RANGE", 0, 5) == shown
+        assert wire.ask("SSM.PREFIX.FETCH", "long", 0) == noise("long state", STATE_BYTES)
+        assert wire.ask("SSM.PREFIX.FETCH", "long", 1) == noise("open state", STATE_BYTES)
 
 
 def test_the_portable_copy_of_the_release_is_unpacked(release: Path, server: RunningServer) -> None:
@@ -127,7 +161,8 @@ def test_the_files_hold_every_kind_of_record(release: Path) -> None:
 def test_the_doctor_finds_the_release_sound(release: Path, tmp_path: Path) -> None:
     report = doctor.check(copied(release, tmp_path / "data"), quick=False)
     assert report.damage == [] and report.repairs == []
-    assert {prefix.namespace for prefix in report.prefixes} == {"chat", "spaced"}
+    more = {"long", "merged"} if has_more(release) else set()
+    assert {prefix.namespace for prefix in report.prefixes} == {"chat", "spaced"} | more
 
 
 @pytest.mark.parametrize("folder", SHARED, ids=lambda path: path.name)
