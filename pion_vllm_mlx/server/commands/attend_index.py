@@ -162,6 +162,7 @@ async def attend_finalize(context: Context, args: list[Arg]) -> Reply:
     -5,
     "The value rows whose keys are nearest; WITHDIST appends their L2 distances.",
     syntax="sid layer k query_blob [WITHDIST]",
+    extensions=("WITHDIST",),
     long_arguments=True,
 )
 async def attend_query(context: Context, args: list[Arg]) -> Reply:
