@@ -304,6 +304,16 @@ def versions(*more: str) -> dict[str, str]:
     return found
 
 
+def commit() -> dict[str, str]:
+    """The commit that ran, with ``+`` where files were changed; nothing outside a checkout."""
+    git = shutil.which("git")
+    if git is None or not (REPOSITORY / ".git").exists():
+        return {}
+    words = [git, "-C", str(REPOSITORY), "describe", "--always", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(words, capture_output=True, text=True, check=False)
+    return {"commit": found.stdout.strip()} if found.returncode == 0 else {}
+
+
 def report(
     name: str, options: argparse.Namespace, figures: Mapping[str, Any], *packages: str
 ) -> None:
@@ -313,6 +323,7 @@ def report(
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": machine(),
         "versions": versions(*packages),
+        **commit(),
         "pairs": options.pairs,
         "load_average": round(os.getloadavg()[0], 1),
         **figures,
