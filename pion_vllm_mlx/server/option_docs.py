@@ -65,7 +65,8 @@ def _limits() -> dict[str, str]:
         "deletions of keys on a full disk": f"{RESERVE_BYTES >> 10} KiB of records, some 1,500 "
         "keys one by one, until what lives fits on the disk and is saved; then they are refused "
         "until others make room, and `FLUSHALL` alone goes through",
-        "memory": "without `--maxmemory` none; plain keys lie in memory, rows do not; K/V in "
+        "memory": "without `--maxmemory` none; plain keys lie in memory, rows do not; no key is "
+        "evicted for another (redis's other policies are refused: what is stored stays); K/V in "
         "memory for attention leave before a write is refused",
         "connections": f"{ServerConfig.max_connections:,}; `--maxclients`. Fewer where `ulimit -n` "
         "has no two descriptors for each: a quarter of them, 64 at least, is left to files; "
