@@ -55,7 +55,7 @@ test-mlx-lm-0.31: $(OLD_VENV)/.dev
 	$(RUN) $(OLD_VENV)/bin/python -m pytest $(PYTEST_ARGS) $(ARGS) tests/cache tests/patch \
 		$(wildcard tests/serve/test_engine_*.py tests/serve/test_lineage_cache_*.py) \
 		tests/serve/test_agent_trace.py tests/serve/test_killed_within.py \
-		tests/serve/test_read_ahead.py
+		tests/serve/test_read_ahead.py tests/tools/test_prompt_file.py
 
 # serve --engine vllm-mlx and its backend, on the real vllm-mlx.
 test-vllm-mlx: $(VLLM_VENV)/.dev

@@ -65,7 +65,7 @@ class ServerAndModel(Steps, RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(dir=self.home, prefix="machine-"))
-        flags = ("--max-sessions", "16", "--appendfsync", "no")
+        flags = ("--max-sessions", "16", "--appendfsync", "no", "--wal-size", "1")
         data = self.folder / "data"
         data.mkdir(mode=0o700)
         self.server = ForkedServer(self.nursery, self.port, data, flags)

@@ -45,6 +45,16 @@ def test_the_worked_example_adds_up(wire: Wire, ns: str) -> None:
     assert wire.info("INFO", "pion")["prefill_seconds_avoided"] == "3.655"
 
 
+def test_estimated_seconds_are_cut_behind_the_third_decimal(wire: Wire, ns: str) -> None:
+    start(wire)
+    wire.ok("KV.PREFIX.REGISTER", ns, 4, "fp16")
+    wire.ok("V.STOREBATCH", ns + "_pk", 0, 0, 300, ROW * 300)
+    assert wire.ask("KV.PREFIX.LOOKUP", ns) == "HIT"
+    seen = receipt(wire)
+    assert seen["kvprefix_prefill_us_saved"] == 166_500
+    assert seen["prefill_seconds_avoided"] == b"0.166"
+
+
 def test_the_lookups_own_numbers_come_first(wire: Wire, ns: str) -> None:
     start(wire)
     wire.ok("KV.PREFIX.REGISTER", ns, 4, "fp16", "PREFILL_MS", 1000)
