@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +16,14 @@ from pion_vllm_mlx.errors import ConfigError
 LENGTHS = (63, 64, 65, 511, 512, 513, 2_047, 2_048, 2_049)
 NEAR = 1e-3
 TEXT = Path(pion_vllm_mlx.__file__).parent / "demo" / "harbour.txt"
+
+
+class Said(NamedTuple):
+    """A token of a reply, how far the next best is behind it, and its log probability."""
+
+    token: int
+    ahead: float
+    logprob: float
 
 
 def real_folder(config: Any) -> Path:
@@ -55,26 +63,24 @@ def text_of(tokenizer: Any, length: int) -> str:
     return found
 
 
-def alone(
-    model: Any, tokenizer: Any, ids: Sequence[int], count: int, **how: Any
-) -> list[tuple[int, float]]:
-    """What mlx-lm answers without any cache: tokens, and how far the next best is behind each."""
+def alone(model: Any, tokenizer: Any, ids: Sequence[int], count: int, **how: Any) -> list[Said]:
+    """What mlx-lm answers without any cache."""
     from mlx_lm import stream_generate
 
     found = []
     for reply in stream_generate(model, tokenizer, list(ids), max_tokens=count, **how):
-        best = np.sort(np.array(reply.logprobs.tolist()))[-2:]
-        found.append((int(reply.token), float(best[1] - best[0])))
+        logprobs = np.array(reply.logprobs.tolist())
+        best = np.sort(logprobs)[-2:]
+        token = int(reply.token)
+        found.append(Said(token, float(best[1] - best[0]), float(logprobs[token])))
     return found
 
 
-def same_tokens(
-    tokens: Sequence[int], expected: Sequence[tuple[int, float]], near: float = NEAR
-) -> None:
+def same_tokens(tokens: Sequence[int], expected: Sequence[Said], near: float = NEAR) -> None:
     """Equal, or the model could hardly tell the two apart where they differ at first."""
-    for at, (ours, (theirs, ahead)) in enumerate(zip(tokens, expected, strict=False)):
-        if ours != theirs:
-            assert ahead < near, (at, list(tokens), [token for token, _ in expected])
-            print(f"token {at} differs: the next best is {ahead:.2g} behind")
+    for at, (ours, theirs) in enumerate(zip(tokens, expected, strict=False)):
+        if ours != theirs.token:
+            assert theirs.ahead < near, (at, list(tokens), [one.token for one in expected])
+            print(f"token {at} differs: the next best is {theirs.ahead:.2g} behind")
             return
     assert len(tokens) == len(expected)

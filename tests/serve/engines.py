@@ -19,13 +19,17 @@ COUNTING = "tests.serve.counting_engine"
 
 @dataclass
 class Reply:
-    """What a request was answered with, and how many tokens the model saw for it."""
+    """What a request was answered with, and how many tokens the model saw for it.
+
+    ``logprobs`` are those of ``tokens``.
+    """
 
     text: str
     tokens: list[int]
     usage: Json
     receipt: Json
     forward: int
+    logprobs: list[float] = field(default_factory=list)
 
     @property
     def cached(self) -> int:
@@ -127,7 +131,8 @@ class Engine:
         seen = self.forward - before
         noted = choice.get("logprobs", {}).get("content", [])
         tokens = [int(one["id"]) for one in noted]
-        return Reply(text or "", tokens, answer["usage"], answer.get("pion", {}), seen)
+        logprobs = [float(one["logprob"]) for one in noted]
+        return Reply(text or "", tokens, answer["usage"], answer.get("pion", {}), seen, logprobs)
 
 
 @contextlib.contextmanager

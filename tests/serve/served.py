@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import RunningServer, running_server
-from tests.real_model import NEAR, alone, same_tokens
+from tests.real_model import NEAR, Said, alone, same_tokens
 from tests.serve.engines import Engine, Reply, running_engine
 
 LIMIT = 6
@@ -32,6 +32,8 @@ QUANTIZING = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
 #: a piece attends to its own rows as they are, and to those of the pieces before as they were
 #: rounded.  With the splits of the rows that were reused it is ``NEAR``, as for all others.
 ROUNDED = 0.1
+#: what they may change of a token's log probability where nothing is rounded.
+LEAST = 1e-4
 SEEDED = {"seed": 5}
 #: a random model would end its reply somewhere, or have it taken for thoughts or a call of a tool.
 #: And it says ASCII alone: of a batched reply mlx-lm 0.31's server leaves out last bytes that are
@@ -68,7 +70,9 @@ class Served:
             how["prompt_cache"] = self._in_pieces(prompt, pieces)
             rest = prompt[pieces[-1] :]
         near = ROUNDED if self.quantized and pieces is None else NEAR
-        same_tokens(reply.tokens, alone(self.model, self.tokenizer, rest, count, **how), near)
+        expected = alone(self.model, self.tokenizer, rest, count, **how)
+        same_tokens(reply.tokens, expected, near)
+        same_logprobs(reply, expected, near if self.quantized else LEAST)
 
     def said_alone(self, prompt: str | list[int], limit: int, **more: Any) -> str:
         """The text that mlx-lm answers without any cache."""
@@ -118,6 +122,18 @@ class Served:
             self.model(mx.array(prompt[start:end])[None], cache=caches)
             maybe_quantize_kv_cache(caches, **QUANTIZING)  # type: ignore[no-untyped-call]
         return caches
+
+
+def same_logprobs(reply: Reply, expected: Sequence[Said], near: float) -> None:
+    """That a reply's tokens are as probable as they should be, as far as they are the same.
+
+    A row that is not the right one seldom changes a token, but always how sure the model is.
+    """
+    assert len(reply.logprobs) == len(reply.tokens)
+    for at, said in enumerate(expected):
+        assert abs(reply.logprobs[at] - said.logprob) < near, (at, reply.logprobs, expected)
+        if reply.tokens[at] != said.token:
+            return
 
 
 def processors_of(asked: dict[str, Any]) -> Any:
