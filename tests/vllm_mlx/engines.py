@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from tests.counted import as_ours
 from tests.models import VOCABULARY
 
 REPLY_TOKENS = 6
+#: what other splits of a prefill may change of logits.
+NEAR = 1e-4
 
 
 def word_tokenizer() -> Any:
@@ -30,11 +34,25 @@ def word_tokenizer() -> Any:
 
 @dataclass(frozen=True)
 class Reply:
-    """One answered request: its tokens, and what the engine says was cached."""
+    """One answered request: its tokens, and what the engine says was cached.
+
+    ``logits`` are those of its first token, where it was alone.
+    """
 
     tokens: list[int]
     cached: int
     lookup: Any = None
+    logits: Any = field(default=None, repr=False)
+
+
+def same_reply(found: Reply, expected: Reply) -> None:
+    """The same tokens, and of the first not only the most probable one.
+
+    A row that is not the right one seldom changes a token, but always the logits.
+    """
+    assert found.tokens == expected.tokens, found.lookup
+    furthest = float(np.abs(found.logits - expected.logits).max())
+    assert furthest < NEAR, (furthest, found.lookup)
 
 
 @dataclass
@@ -45,6 +63,8 @@ class Engine:
     loop: asyncio.AbstractEventLoop
     worker: ThreadPoolExecutor
     forward_tokens: list[int] = field(default_factory=list)
+    #: of each forward call, if it was of one token.
+    outputs: list[Any] = field(default_factory=list)
 
     @property
     def cache(self) -> Any:
@@ -67,8 +87,9 @@ class Engine:
         """A reply, and how many tokens of the prompt went through the model for it."""
         before = len(self.forward_tokens)
         reply = self.ask(prompt, count)
+        logits = self._logits(before, len(prompt) - reply.cached)
         # Every reply token goes through the model too, before the next is known.
-        return reply, sum(self.forward_tokens[before:]) - count
+        return replace(reply, logits=logits), sum(self.forward_tokens[before:]) - count
 
     def computed_all(
         self, prompts: Sequence[Sequence[int]], count: int = REPLY_TOKENS
@@ -94,6 +115,14 @@ class Engine:
                 await asyncio.sleep(0.01)
 
         self.loop.run_until_complete(leave())
+
+    def _logits(self, before: int, computed: int) -> Any:
+        """Those behind the last token of a prompt, of which so many were computed."""
+        seen = np.cumsum(self.forward_tokens[before:]).tolist()
+        if computed not in seen:
+            return None
+        output = self.outputs[before + seen.index(computed)]
+        return self.worker.submit(lambda: np.array(output[0, -1].tolist())).result()
 
     async def _ask(self, prompt: list[int], count: int) -> Reply:
         request_id = await self.core.add_request(prompt, greedy(count))
@@ -131,11 +160,12 @@ def running_engine(make_model: Any, tokenizer: Any = None, **settings: Any) -> I
     streams = snapshot_generation_streams()
     loop = asyncio.new_event_loop()
     forward: list[int] = []
+    outputs: list[Any] = []
     with ThreadPoolExecutor(1, thread_name_prefix="model") as worker:
 
         def load() -> Any:
             bind_generation_streams()
-            return counting(make_model(), forward)
+            return counting(make_model(), forward, outputs)
 
         model = worker.submit(load).result()
         settings = {"cache_memory_mb": 256, **settings}
@@ -144,7 +174,7 @@ def running_engine(make_model: Any, tokenizer: Any = None, **settings: Any) -> I
         core = EngineCore(model, words, config, generation_worker=worker)
         loop.run_until_complete(core.start())
         try:
-            yield Engine(core, loop, worker, forward)
+            yield Engine(core, loop, worker, forward, outputs)
         finally:
             loop.run_until_complete(core.stop())
             worker.submit(core.close).result()
@@ -153,14 +183,19 @@ def running_engine(make_model: Any, tokenizer: Any = None, **settings: Any) -> I
             restore_generation_streams(streams)
 
 
-def counting(model: Any, forward: list[int]) -> Any:
-    """The model, noting for every call how many tokens (batch times length) it was given."""
+def counting(model: Any, forward: list[int], outputs: list[Any]) -> Any:
+    """The model, noting for every call how many tokens (batch times length) it was given.
+
+    And what came out where that was one.
+    """
     kind: Any = type(model)
     original = kind.__call__
 
     def call(self: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         forward.append(int(inputs.size))
-        return original(self, inputs, *args, **options)
+        found = original(self, inputs, *args, **options)
+        outputs.append(found if inputs.size == 1 else None)
+        return found
 
     class Counting(kind):  # type: ignore[misc]
         __call__ = as_ours(call)

@@ -60,8 +60,8 @@ def test_usage_and_receipt_say_what_was_reused_in_every_api(engine: EngineProces
     first = engine.chat(HELLO)
     count = first["usage"]["prompt_tokens"]
     assert cached(first) == 0
-    repeat = engine.chat(HELLO)
-    assert cached(repeat) == count - 1
+    repeat, computed = engine.computed(HELLO)
+    assert (cached(repeat), computed) == (count - 1, 1)
     assert repeat["choices"] == first["choices"]
     assert repeat["pion"]["reused_tokens"] == count - 1
     assert (repeat["pion"]["tier"], repeat["pion"]["computed_tokens"]) == ("memory", 1)
@@ -90,7 +90,8 @@ def test_another_question_under_the_same_system_prompt_starts_behind_the_anchor(
     empty = {"model": "default", "messages": [system, {"role": "user", "content": ""}]}
     count = engine.ask("/v1/pion/count_tokens", empty)[1]["input_tokens"]
     engine.chat([system, {"role": "user", "content": "Hello there"}])
-    other = engine.chat([system, {"role": "user", "content": "What else?"}])
+    other, computed = engine.computed([system, {"role": "user", "content": "What else?"}])
+    assert computed == other["usage"]["prompt_tokens"] - cached(other)
     # Behind the system message stand the user's header and the assistant's.
     assert count - 30 < cached(other) < count
 
