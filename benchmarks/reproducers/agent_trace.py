@@ -7,7 +7,8 @@ them: the same tokens, without the billing header, which is checked by their num
 same tiny models of random weights, in turn.  What the models saw is counted in their processes.
 
 ``--servers`` and ``--models`` choose (a single model is kept in a file of its own); vllm-mlx runs
-with ``--vllm-python``.  The bars: of the reusable tokens at least 95 % reused, by hybrids 90 %.
+with ``--vllm-python``.  The bars: of the reusable tokens at least 95 % reused, by hybrids 90 %;
+of no request that was alone may the model have seen other tokens than it says (``told_wrong``).
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ def figures_of(run: Run, prompts: Mapping[str, Ids], bar: float | None) -> dict[
         figures["stats_computed_tokens"] = asked - reused
     if bar is not None:
         figures |= check(total_share(found), bar, at_least=True)
+        figures["told_wrong"] = sum(one.told_wrong for one in found)
+        figures["pass"] = figures["pass"] and not figures["told_wrong"]
     return figures
 
 

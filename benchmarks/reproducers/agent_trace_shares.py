@@ -2,8 +2,9 @@
 
 Reusable tokens of a request: its longest common prefix with any request that was completed
 before it began, after header removal, at most all but its last token.  What was reused of them
-is the least of that and of what the server says; a request that reuses more than that (the
-prompt of one still in flight) does not make up for another.
+is the least of that, of what the server says and, of requests beside which there was no other,
+of what its model did not see; a request that reuses more than that (the prompt of one still in
+flight) does not make up for another.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Ids = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Share:
-    """One request: the tokens of its prompt, those reusable, those reused."""
+    """One request: the tokens of its prompt, those reusable, those that are said to be reused."""
 
     answer: Answer
     prompt: int
@@ -31,7 +32,15 @@ class Share:
     @property
     def lost(self) -> int:
         """Reusable tokens that were computed again."""
-        return self.reusable - min(self.reused, self.reusable)
+        seen = self.answer.forwarded
+        spared = self.prompt if seen is None else max(0, self.prompt - seen)
+        return self.reusable - min(self.reused, spared, self.reusable)
+
+    @property
+    def told_wrong(self) -> bool:
+        """Whether the model saw another number of the prompt's tokens than the server says."""
+        seen = self.answer.forwarded
+        return seen is not None and seen != self.prompt - self.reused
 
 
 def common_prefix(left: Ids, right: Ids) -> int:
