@@ -16,6 +16,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import mlx.core as mx
+
 from pion_vllm_mlx.cache.beside import Beside, Blocking
 from pion_vllm_mlx.cache.handles import owned
 from pion_vllm_mlx.cache.lineage import Cut, LineageStore, Match, policy
@@ -107,7 +109,10 @@ class PionPrefixCache:
     def store(self, tokens: list[int], cache: list[Any], evict_prefixes: bool = True) -> bool:
         """Keep ``cache``, which holds exactly ``tokens``; what it supersedes goes by itself."""
         del evict_prefixes
-        return self.keep(tokens, cache, "final")
+        if self.settings.keeps_nothing:
+            return False
+        with self.blocking.measured("keep"):  # with its reply, which was counted
+            return self._keep(tokens, cache, "final", stays=self._live.whole_only)
 
     def remove(self, tokens: list[int], *, include_ssd: bool = False) -> bool:
         """Give up the live entry of exactly ``tokens``.  The store evicts by its own budget."""
@@ -208,21 +213,25 @@ class PionPrefixCache:
     ) -> bool:
         """Keep ``caches``, which hold exactly ``tokens``, in both tiers; never raises for them.
 
-        A reply's recurrent state stays in this process: it would be a second state a turn.
+        A reply's recurrent state stays in this process: it would be a second state a turn. So do
+        replies where no part of what is stored is used: their prompt would be one.
         """
         if self.settings.keeps_nothing:
             return False
         with self.blocking.measured("keep"):
-            return self._keep(tokens, caches, kind, reply)
+            stays = reply and (self.recurrent or self._live.whole_only)
+            kept = self._keep(tokens, caches, kind, stays=stays)
+            self._counters.replies_kept += reply and kept
+            return kept
 
-    def _keep(self, tokens: Tokens, caches: Sequence[Any], kind: KeepKind, reply: bool) -> bool:
+    def _keep(self, tokens: Tokens, caches: Sequence[Any], kind: KeepKind, *, stays: bool) -> bool:
+        """``stays``: in this process alone."""
         try:
             check_length(caches, len(tokens))
             live = self._live.put(tokens, caches, kind, schedule=self.spread.add)
             self._counters.kept_live += 1
-            self._counters.replies_kept += reply
             store = self.store_or_none()
-            stores = store is not None and not (reply and self.recurrent)
+            stores = store is not None and not stays
             if store is not None and stores:
                 # what a batch hands over is nobody else's; an image model's may be written to
                 given, schedule = self.in_steps, self.spread.add
@@ -328,6 +337,7 @@ class PionPrefixCache:
             "live_entries": len(self._live),
             "live_evictions": self._live.evictions,
             "uncopied_bytes": self.spread.waiting_bytes,
+            "allocator_bytes": mx.get_cache_memory(),
             "generation_thread": self.blocking.as_dict(),
             "prefill_tokens_per_second": round(self.prefill_tokens_per_second, 1) or None,
         }

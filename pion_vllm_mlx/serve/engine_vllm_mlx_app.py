@@ -37,6 +37,9 @@ log = logging.getLogger(__name__)
 STATS, COUNT, EXPLAIN = "/v1/pion/stats", "/v1/pion/count_tokens", "/v1/pion/explain"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
+#: counters that are one for all models, or cannot be added up.
+OF_ALL = ("allocator_bytes", "budget_bytes", "prefill_tokens_per_second")
+
 Scope = Any
 Said = list[Message]
 Explain = Callable[[LineageStore], Explanation]
@@ -182,7 +185,7 @@ def added(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
             total.setdefault(name, None)
         elif isinstance(value, bool) or not isinstance(value, int | float):
             total[name] = value
-        elif name in ("budget_bytes", "prefill_tokens_per_second"):
+        elif name in OF_ALL:
             total[name] = max(value, total.get(name) or 0)
         else:
             total[name] = (total.get(name) or 0) + value

@@ -23,6 +23,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
+import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from pion_vllm_mlx.cache.beside import BUSY, MOST_DEADLINES, Beside, Blocking, waited
@@ -101,6 +102,7 @@ class LineageCache:
         self.prefilling = Rate()
         self._live.clear()
         self._live = LiveTier(0)
+        self._beside.ask(mx.clear_cache)  # behind what is freed there
         if self._options is None:
             return
         if self._store is not None:
@@ -277,6 +279,7 @@ class LineageCache:
             "live_entries": len(self),
             "live_evictions": self._live.evictions,
             "uncopied_bytes": self.spread.waiting_bytes,
+            "allocator_bytes": mx.get_cache_memory(),
             "generation_thread": self.blocking.as_dict(),
             "prefill_tokens_per_second": round(self.prefilling.tokens_per_second, 1) or None,
         }
@@ -347,7 +350,8 @@ class LineageCache:
         self.spread.add(lacking)
 
         # A reply's recurrent state would be a second state a turn: it stays in this process.
-        if not (reply and tiers.recurrent):
+        # So do replies where no part of what is stored is used: their prompt would be one.
+        if not (reply and (tiers.recurrent or tiers.store.whole_only)):
             schedule = self.spread.add
             steps = tiers.store.keeping(ids, caches, kind, given=True, schedule=schedule)
             self.spread.store(steps, self.blocking, guarded)

@@ -355,3 +355,23 @@ def test_without_lineages_memory_reuses_whole_prompts_alone(
         fetched(cache, plan)
         assert plan.reused == reused, plan.why
     cache.close()
+
+
+def test_without_lineages_a_prompt_is_found_again_whose_reply_was_kept(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the rows of its reply it would be a part of something longer, which is not used."""
+    monkeypatch.setenv("PION_LINEAGE", "0")
+    model, prompt = tiny_model("llama"), token_ids(100, 18)
+    reply = [*prompt, *token_ids(20, 19)]
+    cache = opened(server, model, "whole and replied")
+    cache.insert_cache("m", prompt, filled(model, prompt), cache_type="final")
+    keep(cache, model, reply)
+    assert cache.store is not None and cache.store.flush()
+    cache.close()
+    again = opened(server, model, "whole and replied")
+    for asked, reused in (([*prompt, 1], 100), ([*reply, 1], 100), ([*prompt[:80], 1], 0)):
+        plan = looked_up(again, asked)
+        fetched(again, plan)
+        assert plan.reused == reused, plan.why
+    again.close()

@@ -68,5 +68,7 @@ def test_both_engines_tell_the_same_counters_by_the_same_names(tmp_path: Path) -
 
 def test_the_counters_of_several_models_are_added_up() -> None:
     one = {"requests": 2, "budget_bytes": 9, "bypass": None, "reading_ahead": False}
+    one["allocator_bytes"] = 7  # of the process
     both = added([one, {**one, "requests": 3, "reading_ahead": True}])
-    assert both == {"requests": 5, "budget_bytes": 9, "bypass": None, "reading_ahead": True}
+    told = {"budget_bytes": 9, "allocator_bytes": 7, "bypass": None, "reading_ahead": True}
+    assert both == {"requests": 5, **told}
