@@ -172,7 +172,8 @@ def _by_head(side: Side) -> Side:
 
     def turned(array: NDArray[Any]) -> NDArray[Any]:
         num_blocks, heads, page, width = array.shape
-        return array.swapaxes(0, 1).reshape(heads, num_blocks * page, width)
+        rows: NDArray[Any] = array.swapaxes(0, 1).reshape(heads, num_blocks * page, width)
+        return rows
 
     return side.mapped(turned) if isinstance(side, Affine) else turned(side)
 
