@@ -26,9 +26,10 @@ from typing import Any
 import numpy as np
 
 from pion_vllm_mlx.cache.connection import RespConnection
+from pion_vllm_mlx.server.store.config import StoreConfig
 from pion_vllm_mlx.server.store.records import Create, Record, Rows
 from pion_vllm_mlx.server.store.sharing import Sharer
-from pion_vllm_mlx.server.store.store import Store, StoreConfig
+from pion_vllm_mlx.server.store.store import Store
 from pion_vllm_mlx.wire.resp import Part
 
 from .common import (

@@ -7,7 +7,8 @@
    over bytes stored: for the same prefix, and for turns of 64 tokens, once the server has
    copied what it wants to in a quiet moment. What it answered over its sockets counts as no
    write. And stated: runs of 1 KiB, beside which records and headers are a quarter; 300 turns,
-   where more than 256 short runs in a row have become one.
+   where more than 256 short runs in a row have become one. The same for states, of a sid each,
+   with four KV.PREFIX.SAVEs on the way.
 
 ``--disk-only`` leaves out 1.
 """
@@ -47,6 +48,9 @@ MERGED_TURNS = 256
 TIDY_SECONDS = 5.0
 #: heads and values a head whose turns make runs of 64, 32, 8, 4, 2 and 1 KiB
 TURN_HEADS = ((8, 64), (4, 64), (1, 64), (1, 32), (1, 16), (1, 8))
+#: so many bytes of states of each of these sizes, saved so often
+STATES_BYTES, STATE_SIZES, SAVES = 64 << 20, (256 << 10, 60 << 10, 16 << 10, 4 << 10), 4
+LEAST_STATE_BYTES = 32 << 10  # a file of its own takes a block or two besides
 #: beside shorter runs records and headers are more than the bar allows
 LEAST_RUN_BYTES = 2 << 10
 
@@ -177,6 +181,21 @@ def conversation(folder: Path, shape: Shape, turns: int = TURNS) -> dict[str, An
         return {"turns": turns, **disk_cost(pion, turns * shape.total_bytes, before, bar)}
 
 
+def states(folder: Path, state_bytes: int) -> dict[str, Any]:
+    """Figure 2 for states; those that came before a save are in it."""
+    number = STATES_BYTES // state_bytes
+    with pion_server(folder, "--max-sessions", "65536") as pion, pion.connect() as connection:
+        before = written_bytes(pion.pid)
+        for at in range(number):
+            words = ("SSM.PREFIX.STORE", f"state{at}", 0, os.urandom(state_bytes))
+            connection.command(*words)
+            if (at + 1) % (number // SAVES) == 0:
+                connection.command("KV.PREFIX.SAVE")
+        wait_until_tidied(connection)
+        bar = state_bytes >= LEAST_STATE_BYTES
+        return {"states": number, **disk_cost(pion, number * state_bytes, before, bar)}
+
+
 def rate_figures(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Figure 1."""
     figures = {}
@@ -202,6 +221,8 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         key = f"disk {count_of} turns of 64, {turns.layer_bytes >> 10} KiB a run"
         where = folder / f"turns{count_of}x{heads}x{dim}"
         figures[key] = conversation(where, turns, count_of)
+    for size in STATE_SIZES:
+        figures[f"disk states of {size >> 10} KiB"] = states(folder / f"states{size}", size)
     report("store_rate", options, figures)
 
 

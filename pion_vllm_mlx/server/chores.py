@@ -159,9 +159,11 @@ def _upkeep(server: Server) -> list[Duty]:
     def step_is_due(now: float, begun: float) -> bool:
         return now >= min(store.last_write + QUIET_SECONDS, begun + BUSY_STEP_SECONDS)
 
+    reclaimer = Reclaimer(store)
+    store.tidy = reclaimer.tidy
     return [
         Duty("saving", store.save_in_steps, save_is_due, SAVE_RETRY_SECONDS),
-        Duty("reclaiming", Reclaimer(store).step, step_is_due),
+        Duty("reclaiming", reclaimer.step, step_is_due),
     ]
 
 

@@ -23,9 +23,10 @@ from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.files import pread_into
 from pion_vllm_mlx.server.store.index import group_of
 from pion_vllm_mlx.server.store.records import Rows
+from pion_vllm_mlx.server.store.riding import rides_in_log
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, RunWriter, as_bytes
 from pion_vllm_mlx.server.store.segment import Region
-from pion_vllm_mlx.server.store.shapes import INLINE_ROWS_BYTES, SPACED_BYTES, LayerSpec, RunShape
+from pion_vllm_mlx.server.store.shapes import SPACED_BYTES, LayerSpec, RunShape
 from pion_vllm_mlx.server.store.space import disk_error
 from pion_vllm_mlx.server.store.store import Store
 from pion_vllm_mlx.server.upload_room import UploadRoom
@@ -34,9 +35,6 @@ from pion_vllm_mlx.wire.resp import Arg, BulkTarget
 WHERE = "V.STOREBATCH"
 #: rows that come as they are stored are written while more arrive, from here on.
 STREAM_BYTES = 1 << 20
-#: rows below this ride in the log where every store is flushed before its answer: one file is
-#: then, and not two.
-FLUSHED_INLINE_ROWS_BYTES = SPACED_BYTES
 #: so many are converted in no time, whatever the format.
 _FEW_VALUES = 4096
 
@@ -271,14 +269,9 @@ async def _with_room(store: Store, request: RowsRequest, spec: LayerSpec) -> Sto
 
 
 def _rides_in_log(store: Store, sid: bytes, nbytes: int) -> bool:
-    if not store.config.wal:
-        return False
-    if store.config.appendfsync == "always":
-        return nbytes < FLUSHED_INLINE_ROWS_BYTES
     session = store.state.sessions.get(sid)
     layers = session.layers.values() if session is not None else ()
-    # as if its other runs were as long
-    return nbytes * (1 + sum(len(rows.extents) for rows in layers)) < INLINE_ROWS_BYTES
+    return rides_in_log(store.config, nbytes, sum(len(rows.extents) for rows in layers))
 
 
 def _takes_no_time(request: RowsRequest, spec: LayerSpec, blob: Arg) -> bool:

@@ -39,9 +39,10 @@ from pion_vllm_mlx.server.listening import (
 )
 from pion_vllm_mlx.server.memory_limit import past_at_start, refuse_below_own_use
 from pion_vllm_mlx.server.session import Server, ServerConfig
+from pion_vllm_mlx.server.store.config import StoreConfig
 from pion_vllm_mlx.server.store.findings import Kind
 from pion_vllm_mlx.server.store.folder_use import left_behind
-from pion_vllm_mlx.server.store.store import Store, StoreConfig
+from pion_vllm_mlx.server.store.store import Store
 
 log = logging.getLogger("pion_vllm_mlx.server")
 

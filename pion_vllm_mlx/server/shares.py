@@ -11,7 +11,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from pion_vllm_mlx.errors import CommandError, OutOfMemory
 from pion_vllm_mlx.server.keyspace.changes import Change, Verb
@@ -26,6 +25,7 @@ from pion_vllm_mlx.server.store.eviction import (
     PinLimits,
     Shortage,
     drop_namespace,
+    drop_session,
 )
 from pion_vllm_mlx.server.store.index import Session, group_of
 from pion_vllm_mlx.server.store.records import (
@@ -267,32 +267,42 @@ class Shares:
             raise self._refusal(tenant)
         kept = {_lineage(sid) for record in records for sid in _stored_to(record)}
         leaving: list[Record] = []
-        for group in self._leaving_first(tenant):
+        for effects in self._leaving_first(tenant, kept):
             if excess <= 0:
                 break
-            if _lineage(group) not in kept:
-                effects = drop_namespace(self._store.state, group, EVICTED, int(time.time()))
-                excess -= self._freed(effects)
-                leaving += effects
+            excess -= self._freed(effects)
+            leaving += effects
         if excess > 0:
             raise self._refusal(tenant)
         return [*leaving, *records]
 
-    def _leaving_first(self, tenant: bytes) -> Iterator[bytes]:
-        """Namespaces of a tenant, least recently used first, then states without one."""
-        seen = set[bytes]()
-        order = self._store.space.in_order_of(tenant)
-        groups = (group_of(session.sid) for session in order)
-        for group in chain(groups, self.states.names.get(tenant, ())):
-            if group not in seen:
-                seen.add(group)
-                yield group
+    def _leaving_first(self, tenant: bytes, kept: Collection[bytes]) -> Iterator[list[Record]]:
+        """What makes a tenant's prefixes leave, one by one: the least recently used first.
+
+        Sessions without a namespace leave in their turn, states without one at the end; those
+        of lineages that are ``kept`` stay.
+        """
+        state, now, seen = self._store.state, int(time.time()), set[bytes]()
+        for session in self._store.space.in_order_of(tenant):
+            group = group_of(session.sid)
+            if _lineage(group) in kept:
+                continue
+            if group == session.sid:
+                yield drop_session(state, session, EVICTED, now)
+            elif group not in seen:
+                effects = drop_namespace(state, group, EVICTED, now)
+                seen |= {group, *_states_of(effects)}
+                yield effects
+        for sid in self.states.names.get(tenant, ()):
+            if _lineage(sid) not in kept and sid not in seen:
+                effects = drop_namespace(state, sid, EVICTED, now)
+                seen.update(_states_of(effects))
+                yield effects
 
     def _freed(self, effects: Sequence[Record]) -> int:
         sessions = (sid for effect in effects for sid in changed_sids(effect))
-        states = (sid for e in effects if isinstance(e, DropStates) for sid in e.sids)
         return sum(self.sessions.bytes_of.get(sid, 0) for sid in sessions) + sum(
-            self.states.bytes_of.get(sid, 0) for sid in states
+            self.states.bytes_of.get(sid, 0) for sid in _states_of(effects)
         )
 
     def _added(self, record: Record) -> int:
@@ -336,6 +346,11 @@ class Shares:
 def _lineage(sid: bytes) -> bytes:
     """What sides, states and checkpoints of one namespace have in common."""
     return group_of(sid).partition(b"@")[0]
+
+
+def _states_of(effects: Iterable[Record]) -> list[bytes]:
+    """The sids whose states leave."""
+    return [sid for effect in effects if isinstance(effect, DropStates) for sid in effect.sids]
 
 
 def _stored_to(record: Record) -> tuple[bytes, ...]:

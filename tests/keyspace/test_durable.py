@@ -34,7 +34,7 @@ from pion_vllm_mlx.server.keyspace.recovery import SNAPSHOT_MAGIC, WAL_MAGIC, Pa
 from pion_vllm_mlx.server.keyspace.standing import Standing
 from pion_vllm_mlx.server.keyspace.values import SortedSet
 from pion_vllm_mlx.server.store import framing
-from pion_vllm_mlx.server.store.store import StoreConfig
+from pion_vllm_mlx.server.store.config import StoreConfig
 from tests.recovery.faults import failing
 
 WAL, SNAPSHOT = "pion.wal.0", "pion.snapshot.0"

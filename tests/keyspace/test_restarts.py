@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.keyspace.keyspace import Keyspace
-from pion_vllm_mlx.server.store.store import StoreConfig
+from pion_vllm_mlx.server.store.config import StoreConfig
 from pion_vllm_mlx.wire.resp import encode
 from tests.keyspace.test_against_redis import COMMAND, comparable
 from tests.recovery.driving import Driver

@@ -20,10 +20,11 @@ from pion_vllm_mlx.server.inbound import WindowPool
 from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.outbound import Computed, FileRange, Stream
 from pion_vllm_mlx.server.session import Client, Context, Server, ServerConfig
+from pion_vllm_mlx.server.store.config import StoreConfig
 from pion_vllm_mlx.server.store.files import pread_exactly
 from pion_vllm_mlx.server.store.index import LayerRows, place_file
 from pion_vllm_mlx.server.store.rows import read_layer
-from pion_vllm_mlx.server.store.store import Store, StoreConfig
+from pion_vllm_mlx.server.store.store import Store
 from pion_vllm_mlx.server.store.verifying import verified
 from pion_vllm_mlx.server.tenants import Tenant
 from pion_vllm_mlx.wire.resp import Arg

@@ -6,9 +6,7 @@ import struct
 from pathlib import Path
 from unittest import mock
 
-from pion_vllm_mlx.server import incoming_rows
-from pion_vllm_mlx.server.commands import ssm_prefix
-from pion_vllm_mlx.server.store import framing, records, shapes
+from pion_vllm_mlx.server.store import framing, records, riding, shapes
 from tests.recovery.broken import MAGICS, SSM_WAL, VSTORE_WAL
 from tests.recovery.driving import Content, Driver, Options, Word
 from tests.recovery.material import COMPLETION_LAYER, noise, register, rows, state
@@ -48,8 +46,7 @@ def fill(folder: Path) -> Content:
     What lies in a segment is short here: these files are read thousands of times.
     """
     with (
-        mock.patch.object(incoming_rows, "INLINE_ROWS_BYTES", LONG_BYTES),
-        mock.patch.object(ssm_prefix, "INLINE_STATE_BYTES", LONG_BYTES),
+        mock.patch.object(riding, "INLINE_BYTES", LONG_BYTES),
         mock.patch.object(shapes, "SPACED_BYTES", LONG_BYTES),
         Driver(folder) as driver,
     ):

@@ -17,8 +17,10 @@ import pytest
 from pion_vllm_mlx.errors import CommandError
 from pion_vllm_mlx.server.store.segment import SUFFIX, Segment
 from pion_vllm_mlx.server.store.segments import SegmentFolder
-from tests.recovery.driving import Driver
-from tests.recovery.material import register, rows
+from tests.recovery.driving import Driver, Options
+from tests.recovery.material import register, rows, state
+from tests.recovery.test_save_in_steps import Held
+from tests.recovery.test_save_moment import until
 
 #: rows of 128 bytes: a run of 8 KiB
 RUN_ROWS = 64
@@ -128,6 +130,42 @@ def test_a_snapshot_tells_of_no_seal_that_is_not_flushed(folder: Path) -> None:
         assert all(session.published for session in driver.store.state.sessions.values())
         expected = driver.content()
     with Driver(folder) as driver:
+        assert driver.content() == expected
+
+
+@pytest.mark.parametrize("what", ["dropped", "replaced"])
+def test_without_logs_a_save_flushes_also_what_goes_while_it_is_written(
+    folder: Path, what: str
+) -> None:
+    disk = Disk()
+    with mock.patch.object(os, "fsync", disk.fsync), Driver(folder, Options(wal=False)) as driver:
+        driver.ask(*register("a"))
+        driver.ask(*rows("a_pk", 0, 0, RUN_ROWS))
+        driver.ask("KV.PREFIX.SAVE")
+        driver.ask(*state("a", 0, 70_000))
+        expected = driver.content()
+        driver.ask("SSM.PREFIX.DROP", "a", 0)
+        saver = driver.store.saver
+        seal_in_steps = saver._seal_in_steps
+
+        async def stored_behind_it() -> None:
+            await seal_in_steps()
+            await driver._ask(state("a", 0, 70_000))
+
+        async def both() -> None:
+            with Held(driver) as held, mock.patch.object(saver, "_seal_in_steps", stored_behind_it):
+                saving = asyncio.ensure_future(driver._ask(("KV.PREFIX.SAVE",)))
+                await until(held.reached)
+                drop = ("SSM.PREFIX.DROP", "a", 0)
+                await driver._ask(drop if what == "dropped" else state("a", 0, 70_000, salt=1))
+            assert await saving == "OK"
+
+        driver.loop.run_until_complete(both())
+        disk.cut_power(folder)
+        left = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    for path, content in left.items():  # what the store did as it ended never reached the disk
+        path.write_bytes(content)
+    with Driver(folder, Options(wal=False)) as driver:
         assert driver.content() == expected
 
 

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from pion_vllm_mlx.server.store import sharing
+from pion_vllm_mlx.server.store.config import StoreConfig
 from pion_vllm_mlx.server.store.reclaim import Reclaimer
-from pion_vllm_mlx.server.store.store import StoreConfig
 from tests.recovery.broken import content_of
 from tests.recovery.driving import Driver, one_bulk
 from tests.recovery.material import agrees, noise, register

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
+from pion_vllm_mlx.server.store.config import StoreConfig
 from pion_vllm_mlx.server.store.records import Drop
-from pion_vllm_mlx.server.store.store import StoreConfig
 from tests.recovery.broken import content_of
 from tests.recovery.driving import Driver
 from tests.recovery.material import agrees, noise, state

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from pion_vllm_mlx.server.store.segment import Segment
 from tests.recovery.broken import Copies, content_of
 from tests.recovery.driving import Content, Driver, Options, Word
 from tests.recovery.material import noise, register, state
@@ -129,6 +131,31 @@ def test_what_is_replaced_while_the_snapshot_is_written_is_in_it_still(
         assert opened(folder) == expected
         carry_out(driver, replaced(what, 3))
     assert content_of(folder, NO_LOG) == expected
+
+
+def test_a_store_costs_no_more_the_more_was_replaced_since_the_save(folder: Path) -> None:
+    count = 60
+    with Driver(folder, NO_LOG) as driver:
+        for number in range(count):
+            driver.ask(*state(f"s{number}", 0, 300))
+        expected = saved(driver)
+        looked: list[int] = []
+        all_emptied = driver.store.space.emptied
+        real = all_emptied._missed_for
+
+        def missed_for(segment: Segment) -> bytes | None:
+            looked[-1] += 1
+            return real(segment)
+
+        with mock.patch.object(all_emptied, "_missed_for", missed_for):
+            for number in range(count):
+                looked.append(0)
+                driver.ask(*state(f"s{number}", 0, 300, salt=1))
+        assert max(looked) <= 2 * min(looked) + 4
+        assert opened(folder) == expected
+        expected = saved(driver)
+        assert opened(folder) == expected
+        assert len(segment_files(folder)) == count
 
 
 @pytest.mark.parametrize("what", KINDS)

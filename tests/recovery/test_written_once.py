@@ -177,6 +177,22 @@ def test_turns_of_2_kib_runs_are_written_once(pion_server: RunningServer) -> Non
         assert (_written(pion_server.pid) - before - len(answer)) / stored <= 1.2
 
 
+@needs_proc
+@pytest.mark.parametrize("state_bytes", [16 * KIB, 60 * KIB])
+def test_states_of_16_kib_and_more_are_written_once_however_often_is_saved(
+    pion_server: RunningServer, state_bytes: int
+) -> None:
+    count = 6 << 20
+    names = [f"s{number}" for number in range(count // state_bytes)]
+    with Wire.tcp(pion_server.port) as wire:
+        before = _written(pion_server.pid)
+        for name in names:
+            wire.ok("SSM.PREFIX.STORE", name, 0, os.urandom(state_bytes))
+        for _ in range(4):
+            wire.ok("KV.PREFIX.SAVE")
+        assert (_written(pion_server.pid) - before) / (len(names) * state_bytes) <= 1.2
+
+
 def test_what_a_header_does_not_need_of_its_room_is_a_hole(folder: Path) -> None:
     with Driver(folder) as driver:
         driver.ask(*register("a"))

@@ -205,6 +205,30 @@ def test_no_look_is_due_for_who_has_nothing_left_that_pins_do_not_protect(
         assert not space.look_is_due()
 
 
+@pytest.mark.parametrize("dropped", [0, 2], ids=["all there", "some dropped"])
+def test_who_has_most_gives_first_also_where_its_pins_were_taken_back_since_the_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: int
+) -> None:
+    monkeypatch.setattr(MANY, 4)
+    with Driver(tmp_path, Options(quota=1 << 30)) as driver:
+        admins(driver, 4)
+        names = [f"n{number}" for number in range(8)]
+        for name in names:
+            driver.ask(*register(name))
+            driver.ask("KV.PREFIX.PIN", name)
+        space, state = driver.store.space, driver.store.state
+        space.look()
+        for name in names:
+            driver.ask("KV.PREFIX.UNPIN", name)
+        for name in names[:dropped]:
+            driver.ask("KV.PREFIX.DROP", name)
+        space.max_sessions = len(state.sessions)
+        effects = space.evict_for_sessions([b"t:new_pk", b"t:new_pv"])
+        gone = [sid for effect in effects if isinstance(effect, Drop) for sid in effect.sids]
+        first = f"t:n{dropped}".encode()
+        assert gone == [first + b"_pk", first + b"_pv"]
+
+
 def test_pins_that_a_larger_budget_protects_are_protected_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

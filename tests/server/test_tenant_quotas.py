@@ -135,6 +135,37 @@ def test_states_count_and_leave_with_their_namespace(start: Start) -> None:
         assert a.ask("SSM.PREFIX.FETCH", "alone7", 0) is not None
 
 
+def test_past_its_quota_a_tenant_loses_sessions_without_a_namespace_in_their_turn(
+    start: Start,
+) -> None:
+    server, rows, blob = start(), 100, bytes(100 * 2 * WIDTH)
+    with user(server, "a", "pa") as a:
+        assert store(a, "pinned", rows) == ["OK", "OK"]
+        assert a.ask("KV.PREFIX.PIN", "pinned") == 1
+        for number in range(20):
+            # one has the name of a namespace that pins protect
+            name = "pinned" if number == 0 else f"plain{number}"
+            a.ask("V.CREATE", name, WIDTH, "VQUANT", "fp16")
+            a.ok("V.STOREBATCH", name, 0, 0, rows, blob, "FMT", "F16")
+            if number % 5 == 4:
+                a.ok("SSM.PREFIX.STORE", f"alone{number}", 0, bytes(50 << 10))
+        there = [n for n in range(1, 20) if a.ask("V.INFO", f"plain{n}") is not None]
+        assert there and there == list(range(there[0], 20)) and there[0] > 1
+        assert a.ask("V.INFO", "pinned") is None
+        assert held(a, ["pinned"]) == ["pinned"]
+
+
+def test_a_checkpoint_that_leaves_with_its_namespace_makes_room_once(start: Start) -> None:
+    with user(start(), "a", "pa") as a:
+        assert store(a, "old", 100) == ["OK", "OK"]
+        a.ok("SSM.PREFIX.STORE", "old@64", 0, bytes(300 << 10))
+        a.ok("SSM.PREFIX.STORE", "new@64", 0, bytes(400 << 10))
+        # the namespace and its checkpoint are 500 KiB, which are not enough for 800 beside new@64
+        refused = a.ask("SSM.PREFIX.STORE", "new@128", 0, bytes(800 << 10))
+        assert str(refused) == FULL
+        assert a.ask("SSM.PREFIX.FETCH", "old@64", 0) is not None
+
+
 def test_keys_and_memory_past_the_quota_are_refused_until_there_is_room(start: Start) -> None:
     server = start()
     half = bytes(QUOTA // 2)

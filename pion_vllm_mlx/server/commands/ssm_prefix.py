@@ -16,6 +16,7 @@ from pion_vllm_mlx.server.outbound import Stream, file_range
 from pion_vllm_mlx.server.session import Context
 from pion_vllm_mlx.server.store.index import StateBlob
 from pion_vllm_mlx.server.store.records import DropStates, Record, StoreState
+from pion_vllm_mlx.server.store.riding import rides_in_log
 from pion_vllm_mlx.server.store.rows import WINDOW_BYTES, state_is_intact
 from pion_vllm_mlx.server.store.segment import Region
 from pion_vllm_mlx.server.store.space import disk_error
@@ -26,8 +27,6 @@ from pion_vllm_mlx.wire.resp import Arg, BulkTarget, Simple
 
 OK = Simple("OK")
 MAX_STATE_LAYER = 65535
-#: states below this ride in the log.
-INLINE_STATE_BYTES = 64 << 10
 
 
 def _namespaces(sid: bytes) -> Iterator[bytes]:
@@ -119,7 +118,8 @@ async def _from_memory(
     store = context.store
     view = memoryview(blob) if isinstance(blob, bytes) else blob.view
     crc = crc32c(view)
-    if store.config.wal and len(view) < INLINE_STATE_BYTES:
+    others = len(context.state.states.get(sid, {}).keys() - {layer})
+    if rides_in_log(store.config, len(view), others):
         await store.make_room_in_log(len(view))
         return StoredState(sid, layer, len(view), crc, None, bytes(view))
     region = await store.reserve(sid, len(view), 1)

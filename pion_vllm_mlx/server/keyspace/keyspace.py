@@ -32,10 +32,10 @@ from pion_vllm_mlx.server.keyspace.data import Data
 from pion_vllm_mlx.server.keyspace.recovery import Paths, Recovered, recover, snapshot_chunks
 from pion_vllm_mlx.server.keyspace.relief import Relief
 from pion_vllm_mlx.server.keyspace.sizes import entry_bytes
+from pion_vllm_mlx.server.store.config import StoreConfig
 from pion_vllm_mlx.server.store.files import not_rewritten, publish, refusals
 from pion_vllm_mlx.server.store.records import Record
 from pion_vllm_mlx.server.store.reserve import is_full
-from pion_vllm_mlx.server.store.store import StoreConfig
 from pion_vllm_mlx.server.store.wal import Wal
 
 #: how many keys past their deadline one tick deletes at most.

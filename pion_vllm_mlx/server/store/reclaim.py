@@ -37,6 +37,7 @@ class Reclaimer:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._sharer = Sharer(store)
+        self._one_at_a_time = asyncio.Lock()
         budget = store.space.disk_budget
         # for a moment what is copied is there twice
         part = max(_LEAST_STEP_BYTES, budget // 64) if budget else STEP_BYTES
@@ -51,9 +52,22 @@ class Reclaimer:
         store = self.store
         if store.saver.binds():
             return False
-        if store.space.emptied():
+        if store.space.emptied.segments():
             # the flush that they wait for has failed
             await store.flush()
+        if await self.tidy():
+            return True
+        if store.state.untidy or not store.config.share_equal:
+            return False
+        return await _to_its_end(self._sharer.step())
+
+    async def tidy(self) -> bool:
+        """As ``step``, of dead bytes alone: also for who needs room at once."""
+        async with self._one_at_a_time:
+            return not self.store.saver.binds() and await self._tidy()
+
+    async def _tidy(self) -> bool:
+        store = self.store
         untidy, ends_at = store.state.untidy, time.monotonic() + _LOOK_SECONDS
         while untidy and time.monotonic() < ends_at:
             group = next(iter(untidy))
@@ -63,9 +77,7 @@ class Reclaimer:
                 await _to_its_end(self._carry_out(Job.begin(store.segments, copies)))
                 untidy[group] = None
                 return True
-        if untidy or not store.config.share_equal:
-            return False
-        return await _to_its_end(self._sharer.step())
+        return False
 
     async def _carry_out(self, job: Job) -> None:
         store = self.store

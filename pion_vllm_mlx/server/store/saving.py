@@ -131,8 +131,9 @@ class Saver:
             return
         for segment in self._store.segments.segments.values():
             segment.in_snapshot = named.get(segment.name, frozenset())
-        space = self._store.space
-        space.discard_unused(space.emptied())
+        emptied = self._store.space.emptied
+        emptied.saved()
+        emptied.discard(emptied.segments())
 
     # -- at once ---------------------------------------------------------------
 

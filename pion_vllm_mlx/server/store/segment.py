@@ -21,6 +21,8 @@ SUFFIX = ".safetensors"
 #: runs start at multiples of this: copies from the page cache to a socket or an
 #: array run at up to twice the speed where both sides are aligned alike.
 ALIGNMENT = 64
+#: so much may die of a segment before another one is begun in its place.
+_LITTLE_BYTES = 1 << 20
 MAX_SEGMENT_BYTES = 8 << 30
 
 
@@ -30,8 +32,9 @@ class Segment:
 
     ``tail`` is where the next bytes go; ``writers`` counts regions handed out whose
     writing has not ended; ``uses`` counts runs and states that live here, ``guests`` those
-    of each other group (equal rows are stored once); ``named_end``: what records have named
-    here, alive or dead, ends there (0: nothing); ``flushed``: that may be on stable storage;
+    of each other group (equal rows are stored once); ``died``: bytes of what lived here, as if
+    nobody shared them; ``named_end``: what records have named here, alive or dead, ends there (0:
+    nothing); ``flushed``: that may be on stable storage;
     ``abandoned`` holds begin and end of regions that nothing came of; ``changed`` is where it
     says that its size may be another, ``due`` where it says that it is to be flushed;
     ``in_snapshot``: without logs, groups for which the last snapshot, or one being written,
@@ -52,6 +55,7 @@ class Segment:
     header_verified: bool = True
     writers: int = 0
     uses: int = 0
+    died: int = 0
     guests: dict[bytes, int] = field(default_factory=dict)
     tensors: int = 0
     flushed: bool = False
@@ -89,9 +93,10 @@ class Segment:
         if group != self.group:
             self.guests[group] = self.guests.get(group, 0) + 1
 
-    def leave(self, group: bytes) -> None:
+    def leave(self, group: bytes, nbytes: int) -> None:
         """One that settled lives here no more."""
         self.uses -= 1
+        self.died += nbytes
         if group in self.guests:
             self.guests[group] -= 1
             if not self.guests[group]:
@@ -162,6 +167,10 @@ class Segment:
         if self.tail < tail and file.size() > self.tail:
             os.ftruncate(file.fd, self.tail)
             self.resized()
+
+    def mostly_died(self) -> bool:
+        """Whether more than half of it, and not just a little, lived once."""
+        return self.died > max(_LITTLE_BYTES, (self.tail - self.data_start) // 2)
 
     def has_room(self, nbytes: int, tensors: int) -> bool:
         """Whether a run of ``nbytes`` in ``tensors`` parts still fits."""

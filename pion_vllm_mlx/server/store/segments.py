@@ -115,7 +115,8 @@ class SegmentFolder:
     def reserve(self, group: bytes, nbytes: int, tensors: int) -> Region:
         """Room for ``nbytes`` in the group's open segment, or in a new one. Raises OSError."""
         segment = self.open_of.get(group)
-        if segment is None or not segment.has_room(nbytes, tensors):
+        # where nobody writes any more what is dead can go
+        if segment is None or not segment.has_room(nbytes, tensors) or segment.mostly_died():
             # one that is full is followed by more
             small = nbytes < _SMALL_RUN_BYTES and (segment is None or segment.closed)
             if segment is not None:
@@ -262,6 +263,10 @@ class SegmentFolder:
             raise
 
     def dirty(self) -> list[Segment]:
-        """Segments to flush; one in which nothing lives goes, and need not be."""
+        """Segments to flush; one in which nothing lives, nor a snapshot names, need not be."""
         # a copy of the table: other threads write and flush meanwhile
-        return [segment for segment in list(self._due.values()) if segment.uses or segment.writers]
+        return [
+            segment
+            for segment in list(self._due.values())
+            if segment.uses or segment.writers or segment.in_snapshot
+        ]

@@ -26,10 +26,6 @@ SPARE_ROWS = 64
 GROWTH_ROWS = 64
 #: shorter runs are copied in no time, and would take far more blocks than they have bytes.
 SPACED_BYTES = 64 << 10
-#: rows ride in the log while their session has less than this, if all its runs were as long as the
-#: one that comes: a short prefix needs no file, nor a flush of one, until it is saved. They are
-#: written once more when they are sealed; all others go to their segment, once.
-INLINE_ROWS_BYTES = 4 << 10
 
 
 def padded_rows(rows: int) -> int:

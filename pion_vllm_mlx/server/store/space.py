@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.store.emptied import Emptied
 from pion_vllm_mlx.server.store.eviction import (
     EVICTED,
     EvictionPolicy,
@@ -32,7 +33,7 @@ from pion_vllm_mlx.server.store.freezing import not_collecting
 from pion_vllm_mlx.server.store.index import InSegment, Session, group_of
 from pion_vllm_mlx.server.store.records import Drop, DropStates, Record
 from pion_vllm_mlx.server.store.sealing import sessions_of
-from pion_vllm_mlx.server.store.segment import Region, Segment
+from pion_vllm_mlx.server.store.segment import Region
 from pion_vllm_mlx.server.store.segments import SegmentFolder
 from pion_vllm_mlx.server.store.standing import MANY, Standing
 from pion_vllm_mlx.server.store.state import State
@@ -50,10 +51,14 @@ _GRANT_SECONDS = 0.05
 
 
 class Leaving(NamedTuple):
-    """What evictions make leave: so many sessions, or states without one, and bytes owed."""
+    """What evictions make leave: so many sessions, or states without one, and bytes owed.
+
+    ``groups`` are those of which something goes, by whatever it is.
+    """
 
     sessions: int
     owed: int
+    groups: set[bytes]
 
 
 @dataclass
@@ -83,9 +88,13 @@ class Space:
     evictions: int = 0
     owed: int = 0
     standing: Standing | None = field(default=None, repr=False)
+    emptied: Emptied = field(init=False, repr=False)
     _asked: bool = field(default=False, repr=False)
     _granted: int = field(default=0, repr=False)
     _granted_until: float = field(default=0.0, repr=False)
+
+    def __post_init__(self) -> None:
+        self.emptied = Emptied(self.state, self.segments)
 
     def disk_bytes(self) -> int:
         """Bytes of the segment files on disk."""
@@ -180,10 +189,12 @@ class Space:
 
     def leaving(self, effects: Iterable[Record]) -> Leaving:
         """What evictions among these effects will have made leave. Before they are applied."""
-        gone = [e for e in effects if isinstance(e, (Drop, DropStates)) and e.reason == EVICTED]
+        drops = [effect for effect in effects if isinstance(effect, (Drop, DropStates))]
+        groups = {group_of(sid) for drop in drops for sid in drop.sids}
+        gone = [drop for drop in drops if drop.reason == EVICTED]
         sessions = {sid for one in gone if isinstance(one, Drop) for sid in one.sids}
         count = sum(sid in self.state.sessions for sid in sessions)
-        return Leaving(count or bool(gone), outside_of_segments(self.state, gone))
+        return Leaving(count or bool(gone), outside_of_segments(self.state, gone), groups)
 
     def left(self, leaving: Leaving) -> None:
         """The effects were logged, and are applied."""
@@ -191,6 +202,7 @@ class Space:
             self.evictions += leaving.sessions
             self.owed += leaving.owed
             self.use.look_again()
+        self.emptied.left(leaving.groups)
 
     def _pinned(self) -> set[bytes]:
         """The groups that pins protect."""
@@ -333,44 +345,7 @@ class Space:
         region.release()
         if region.segment.uses == 0 and region.segment.writers == 0:
             self.state.unused.append(region.segment)
-            self.discard_unused()
-
-    def emptied(self) -> list[Segment]:
-        """Segments in which nothing lives and nobody writes, and that no start would miss."""
-        empty = (s for s in self.state.unused if not s.uses and not s.writers)
-        return [segment for segment in empty if not self._missed(segment)]
-
-    def _missed(self, segment: Segment) -> bool:
-        """Whether a start without logs would miss a segment: of somebody who is there still."""
-        state = self.state
-        return any(
-            state.sides(group) or group in state.sessions or group in state.states
-            for group in segment.in_snapshot
-        )
-
-    def awaiting_flush(self) -> bool:
-        """Whether a segment waits for the records that emptied it to be on stable storage.
-
-        Else a power cut could keep the unlink and lose the records. What was never flushed
-        itself need not wait.
-        """
-        return any(segment.durable for segment in self.emptied())
-
-    def discard_unused(self, flushed: Sequence[Segment] = ()) -> None:
-        """Unlink segments in which nothing lives and nobody writes.
-
-        ``flushed``: those that were emptied before the last flush of the logs.
-        """
-        waiting, ready = [], {segment.name for segment in flushed}
-        for segment in self.state.unused:
-            if segment.uses or segment.name not in self.segments.segments:
-                continue
-            stays = segment.writers or (segment.durable and segment.name not in ready)
-            if stays or self._missed(segment):  # that too before its snapshot's flush
-                waiting.append(segment)
-            else:
-                self.segments.unlink(segment)
-        self.state.unused = waiting
+            self.emptied.discard()
 
     def _take_back(self, region: Region, begin: int) -> None:
         segment = region.segment

@@ -7,7 +7,7 @@ order stays good for it. So an eviction costs what it evicts, not what there is.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -34,7 +34,7 @@ class Standing:
     """The order of one look: sessions that pins do not protect, by owner, and strays.
 
     ``free``: the sid of each with what the policy said of its use; never the session, with which
-    the files of its rows would stay open after it went. ``kept`` counts who pins protect.
+    the files of its rows would stay open after it went. ``kept`` has the sids that pins protect.
     ``loose`` are the groups of pinned sessions that are beyond what pins protect; ``spent``: the
     order ran out of somebody's more than ``many`` sessions, or did not do.
     """
@@ -43,23 +43,25 @@ class Standing:
     policy: EvictionPolicy
     many: int
     free: dict[bytes, list[tuple[bytes, object]]] = field(default_factory=dict)
-    kept: Counter[bytes] = field(default_factory=Counter)
+    kept: dict[bytes, list[bytes]] = field(default_factory=dict)
     strays: deque[tuple[bytes, int]] = field(default_factory=deque)
     loose: set[bytes] = field(default_factory=set)
     spent: bool = False
     made: float = field(default_factory=time.monotonic)
+    _unpinned: int = 0
+    _kept_at: dict[bytes, int] = field(default_factory=dict)
 
     @classmethod
     def look(cls, state: State, policy: EvictionPolicy, pins: PinLimits, many: int) -> Standing:
         """Look at everything. Under the write lock; on any thread, while others read."""
-        made = cls(state, policy, many, strays=deque(strays(state)))
+        made = cls(state, policy, many, strays=deque(strays(state)), _unpinned=state.unpinned)
         # first: who is used from now on loses the place that the order has for it
         used = {session.sid: policy.used(session) for session in list(state.sessions.values())}
         kept = protected(pins, reversed(state.by_access()))
         for session in policy.victims(state, Shortage.SESSIONS):
             owner = pins.owner(session.sid)
             if session.sid in kept:
-                made.kept[owner] += 1
+                made.kept.setdefault(owner, []).append(session.sid)
                 continue
             made.free.setdefault(owner, []).append((session.sid, used[session.sid]))
             if session.pinned:
@@ -81,7 +83,7 @@ class Standing:
             given.add(session.sid)
             yield session
         sids = self.policy.held_by(owner, self.state)
-        if len(sids) <= len(given) + self.kept[owner]:
+        if len(sids) <= len(given) + self._still_kept(owner):
             return
         if len(sids) > self.many:
             self.spent = True
@@ -89,6 +91,16 @@ class Standing:
         order = self.policy.order([self.state.sessions[sid] for sid in sids])
         self.free[owner] = [(session.sid, self.policy.used(session)) for session in order]
         yield from (session for session in self._unused(owner) if session.sid not in given)
+
+    def _still_kept(self, owner: bytes) -> int:
+        """How many of those that pins protected are there, and pinned: looked at if any may not."""
+        kept = self.kept.get(owner, [])
+        if self._kept_at.get(owner, self._unpinned) != self.state.unpinned:
+            sessions = [self.state.sessions.get(sid) for sid in kept]
+            kept = [session.sid for session in sessions if session is not None and session.pinned]
+            self.kept[owner] = kept
+        self._kept_at[owner] = self.state.unpinned
+        return len(kept)
 
     def _unused(self, owner: bytes) -> Iterator[Session]:
         """An owner's sessions that are as they were, without those that are not any more."""

@@ -77,6 +77,7 @@ class State:
     the sessions that got rows since these were last compared with others', unless
     ``compares`` is False: then nobody would take them out. ``before_change`` is told the id of
     a session, or of states, just before its content changes; what goes does not change.
+    ``unpinned`` counts pins that were taken back, or went with their session.
     """
 
     segment_of: Callable[[str, bytes], Segment]
@@ -90,6 +91,7 @@ class State:
     untidy: dict[bytes, None] = field(default_factory=dict)
     unshared: dict[bytes, None] = field(default_factory=dict)
     compares: bool = True
+    unpinned: int = 0
     fresh: bool = True
     before_change: Callable[[bytes], None] | None = field(default=None, repr=False)
     _inline_of: dict[bytes, dict[int, InlineRun]] = field(default_factory=dict)
@@ -230,6 +232,7 @@ class State:
                 case records.Blocks():
                     session.blocks = BlockTable(record.block_size, bytes(record.hashes))
                 case records.Pin():
+                    self.unpinned += session.pinned and not record.pinned
                     session.pinned = record.pinned
                 case records.Expire():
                     session.deadline_ms = record.deadline_ms
@@ -254,9 +257,9 @@ class State:
             raise DamagedData("a record without a place for its bytes")
         return inline
 
-    def _leave(self, place: Place, group: bytes) -> None:
+    def _leave(self, place: Place, group: bytes, nbytes: int) -> None:
         if isinstance(place, InSegment):
-            place.segment.leave(group)
+            place.segment.leave(group, nbytes)
             if place.segment.uses == 0:
                 self.unused.append(place.segment)
             else:
@@ -264,7 +267,7 @@ class State:
 
     def _forget_run(self, run: Run, group: bytes) -> None:
         self._rides_no_more(run.run_id)
-        self._leave(run.place, group)
+        self._leave(run.place, group, run.shape.file_bytes)
 
     def _rides_no_more(self, run_id: int) -> InlineRun | None:
         inline = self.inline_runs.pop(run_id, None)
@@ -281,6 +284,7 @@ class State:
             return
         self.timed.discard(sid)
         self.unshared.pop(sid, None)
+        self.unpinned += session.pinned
         heapq.heappush(self._free_slots, session.slot)
         for run in session.runs():
             self._forget_run(run, group_of(sid))
@@ -329,7 +333,7 @@ class State:
         blob = StateBlob(record.length, record.crc, place, self.fresh)
         layers[record.layer] = blob
         if old is not None:
-            self._leave(old.place, record.sid)
+            self._leave(old.place, record.sid, old.length)
         if old is not None and (old.length, old.crc) == (blob.length, blob.crc):
             blob.accessed = old.accessed  # it was only moved
         elif self.fresh:  # what was there before a start is older than what came since
@@ -342,7 +346,7 @@ class State:
         for number in chosen:
             blob = layers.pop(number, None)
             if blob is not None:
-                self._leave(blob.place, sid)
+                self._leave(blob.place, sid, blob.length)
         if not layers and self.states.pop(sid, None) is not None:
             for namespace in namespaces_of(sid):
                 under = self.states_under[namespace]

@@ -14,11 +14,12 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pion_vllm_mlx.errors import CommandError
+from pion_vllm_mlx.server.store.config import StoreConfig
 from pion_vllm_mlx.server.store.counters import Counters, Replayed
 from pion_vllm_mlx.server.store.eviction import (
     EvictionPolicy,
@@ -53,26 +54,12 @@ _MANY_KEPT = 4
 _EXPIRE_BATCH = 256
 
 
-@dataclass(frozen=True)
-class StoreConfig:
-    """Where a store lives and what limits it. Sizes in bytes, 0 = no limit."""
-
-    folder: Path
-    worker: int = 0
-    workers: int = 1
-    wal: bool = True
-    wal_size: int = 64 << 20
-    appendfsync: str = "everysec"
-    max_sessions: int = 256
-    disk_budget: int = 0
-    share_equal: bool = True
-    salvage: bool = False
-    #: how large a disk budget the disk allows, by what is free there and by our own bytes
-    disk_allows: Callable[[int, int], int] | None = None
-
-
 async def _nothing_to_give() -> None:
     return
+
+
+async def _nothing_dead() -> bool:
+    return False
 
 
 class Store:
@@ -112,6 +99,8 @@ class Store:
         self.on_effects: Callable[[Sequence[Record]], None] = lambda effects: None
         #: saves what counts beside prefixes, where that gives much back
         self.give_back: Callable[[], Awaitable[None]] = _nothing_to_give
+        #: gives some dead bytes back; whether there were any
+        self.tidy: Callable[[], Awaitable[bool]] = _nothing_dead
         found.state.compares = config.share_equal
         if not config.share_equal:
             found.state.unshared.clear()
@@ -194,14 +183,14 @@ class Store:
         not, and False is returned; so where it keeps file after file. Under the write lock.
         """
         refused = False
-        emptied = self.space.emptied()
-        if self.space.awaiting_flush() and self.config.wal and not flushed:
+        emptied = self.space.emptied.segments()
+        if self.space.emptied.await_flush() and self.config.wal and not flushed:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._log_thread, self._flush)
             except OSError as error:
                 log.error("dropped rows stay on disk: %s", error)
                 emptied, refused = [], True
-        self.space.discard_unused(emptied)
+        self.space.emptied.discard(emptied)
         return not refused and self.segments.kept_in_a_row < _MANY_KEPT
 
     async def _flush_at_once(self) -> None:
@@ -213,7 +202,7 @@ class Store:
     def flush_soon(self) -> bool:
         """Whether something written is not yet on stable storage."""
         due = self.vstore_wal.dirty or self.ssm_wal.dirty or bool(self.segments.dirty())
-        return due or self.space.awaiting_flush()
+        return due or self.space.emptied.await_flush()
 
     def _flush(self) -> None:
         self.segments.flush()
@@ -235,9 +224,9 @@ class Store:
         await _going_on(locked())
 
     async def _flush_locked(self) -> None:
-        emptied = self.space.emptied()
+        emptied = self.space.emptied.segments()
         await asyncio.get_running_loop().run_in_executor(self._log_thread, self._flush)
-        self.space.discard_unused(emptied)
+        self.space.emptied.discard(emptied)
 
     async def mend(self) -> None:
         """Try again what the disk refused: to delete files, to cut logs. Raises CommandError."""
@@ -268,8 +257,15 @@ class Store:
             await self._catch_up(self.saver.behind)
         if self.space.excess(nbytes) > 0:
             await self.give_back()
+        await self._tidied(nbytes)
         async with self.write_lock:
             await self.make_room_locked(nbytes)
+
+    async def _tidied(self, nbytes: int) -> None:
+        """What is dead goes before anybody does."""
+        with suppress(CommandError, OSError):  # then others leave
+            while self.space.excess(nbytes) > 0 and await self.tidy():
+                pass
 
     async def make_room_locked(self, nbytes: int) -> None:
         """As ``make_room``, by eviction alone. Under the write lock."""

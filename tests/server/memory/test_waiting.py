@@ -17,7 +17,8 @@ from pion_vllm_mlx.server.ledger import Ledger
 from pion_vllm_mlx.server.long_arguments import LongArguments
 from pion_vllm_mlx.server.memory.attend_index import IndexShape, value_format
 from pion_vllm_mlx.server.session import Client, Context, Server, ServerConfig
-from pion_vllm_mlx.server.store.store import Store, StoreConfig
+from pion_vllm_mlx.server.store.config import StoreConfig
+from pion_vllm_mlx.server.store.store import Store
 
 
 @asynccontextmanager
