@@ -1,4 +1,4 @@
-"""What the README says about the code is true of the code."""
+"""What the READMEs say about code and tests is true of them."""
 
 from __future__ import annotations
 
@@ -48,3 +48,25 @@ def test_every_module_that_the_path_names_is_there() -> None:
     section = (ROOT / "README.md").read_text().partition("## The path of one command")[2]
     for name in re.findall(r"`((?:wire|server)/[\w/]+\.py)`", section):
         assert (PACKAGE / name).is_file(), name
+
+
+def named_tests() -> dict[str, list[str]]:
+    """Per fault of the table in ``tests/README.md`` the tests that are named there."""
+    named: dict[str, list[str]] = {}
+    for line in (ROOT / "tests" / "README.md").read_text().splitlines():
+        number, _, told = line.removeprefix("| ").partition(" | ")
+        if number.isdigit():
+            file, named[number] = "", []
+            for before, test in re.findall(r"`([\w/]*(?:\.py)?)::(\w+)`", told):
+                file = before or file
+                named[number].append(f"{file}::{test}")
+    return named
+
+
+def test_every_test_that_the_table_of_faults_names_is_there() -> None:
+    named = named_tests()
+    assert list(named) == [str(number) for number in range(1, 19)]
+    for number, tests in named.items():
+        assert tests, number
+        for file, _, test in (name.partition("::") for name in tests):
+            assert re.search(rf"^def {test}\(", (ROOT / "tests" / file).read_text(), re.M), test
