@@ -270,7 +270,8 @@ def _register(
     return tuple(words), lambda after, _: after.prefixes.register(namespace, sides, blocks)
 
 
-_schemas = some(each(one_of(32, 64), one_of(*FORMATS[:-1])), 1, 3)
+_roped = one_of((64, "bf16_rope_fp8_body:32"))
+_schemas = some(mixed(each(one_of(32, 64), one_of(*FORMATS[:-1])), _roped), 1, 3)
 
 
 def _create(
@@ -282,7 +283,9 @@ def _create(
         side = Side(dim, fmt, 0, {})
     else:
         words += [b"SCHEMA", b"%d" % len(schema)]
-        words += [f"fmt={name},dim={width}".encode() for width, name in schema]
+        for width, name in schema:
+            fmt, _, rope = name.partition(":")
+            words.append((f"fmt={fmt},dim={width}" + f",rope={rope}" * bool(rope)).encode())
         specs = {n: (width, name, 0) for n, (width, name) in enumerate(schema)}
         side = Side(dim, "int8", 0, specs)
 
