@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 OTHER_USER = {"role": "user", "content": "\u2042"}
+ANOTHER_USER = {"role": "user", "content": "."}
 OTHER_SYSTEM = {"role": "system", "content": "\u2042"}
 
 

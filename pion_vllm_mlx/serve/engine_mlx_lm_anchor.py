@@ -10,8 +10,14 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from pion_vllm_mlx.cache.leading_system import OTHER_SYSTEM, OTHER_USER, leading_system
+from pion_vllm_mlx.cache.leading_system import (
+    ANOTHER_USER,
+    OTHER_SYSTEM,
+    OTHER_USER,
+    leading_system,
+)
 from pion_vllm_mlx.cache.lineage import anchor_length
+from pion_vllm_mlx.cache.lineage.policy import common_prefix
 
 MAX_TEXTS = 64
 _REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError)
@@ -72,14 +78,21 @@ class Anchors:
 def _rendered(
     tokenizer: Any, leading: list[Any], tools: Any, settings: Mapping[str, Any]
 ) -> list[int]:
-    """The system part through the template; with another user message if it insists on one."""
-    for messages in (leading, [*leading, OTHER_USER]):
+    """The system part through the template: what chats share that differ in their user's text.
+
+    Alone it would be nothing where a template puts it into the first user's turn.
+    """
+    both: list[list[int]] = []
+    for user in (OTHER_USER, ANOTHER_USER):
         try:
-            return list(
-                tokenizer.apply_chat_template(
-                    messages, tools=tools, tokenize=True, add_generation_prompt=False, **settings
-                )
+            tokens = tokenizer.apply_chat_template(
+                [*leading, user],
+                tools=tools,
+                tokenize=True,
+                add_generation_prompt=False,
+                **settings,
             )
         except _REFUSALS:
-            continue
-    return []
+            return []
+        both.append(list(tokens))
+    return both[0][: common_prefix(*both)]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pion_vllm_mlx.cache.leading_system import OTHER_USER
+from pion_vllm_mlx.cache.leading_system import ANOTHER_USER, OTHER_USER
 from pion_vllm_mlx.cache.lineage import LineageStore, anchor_length
 from pion_vllm_mlx.errors import ConfigError, PionError
 from pion_vllm_mlx.serve.engine_vllm_mlx_app import asked_of, on_mlx_thread
@@ -17,7 +17,6 @@ from pion_vllm_mlx.tools.vllm_mlx_app import SCOPE, rendered, text_of, with_vllm
 from pion_vllm_mlx.tools.warming import NotWarmed, Warmed, refuse_short, stored_as, why_not_stored
 
 WRITE_SECONDS = 600.0
-ANOTHER_USER = {"role": "user", "content": "."}
 
 Json = dict[str, Any]
 

@@ -46,9 +46,22 @@ CHAT_TEMPLATE = """\
 {%- if enable_thinking is defined and not enable_thinking %}{{ '<think></think>' }}{% endif %}
 {%- endif %}"""
 
+#: a template that has no system turns: the system prompt is the beginning of the first user's.
+FOLDING = """\
+{%- set system = messages[0].role == 'system' %}
+{%- for message in (messages[1:] if system else messages) %}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if system and loop.first %}{{ messages[0].content + '\\n\\n' }}{% endif %}
+{{- message.content + '<|im_end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+
 
 def make_folder(
-    folder: Path, family: str = "llama", dtype: mx.Dtype = mx.float32, **changes: Any
+    folder: Path,
+    family: str = "llama",
+    dtype: mx.Dtype = mx.float32,
+    template: str = CHAT_TEMPLATE,
+    **changes: Any,
 ) -> Path:
     """Write a model of ``family`` to the new ``folder``; the same arguments, the same weights."""
     folder.mkdir(parents=True)
@@ -61,11 +74,11 @@ def make_folder(
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
-    write_tokenizer(folder)
+    write_tokenizer(folder, template)
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, template: str = CHAT_TEMPLATE) -> None:
     """Write the tokenizer's files, without training: one token a byte and one a marker."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {word: number for number, word in enumerate((*MARKERS, *alphabet))}
@@ -80,7 +93,7 @@ def write_tokenizer(folder: Path) -> None:
         "eos_token": MARKERS[0],
         "pad_token": MARKERS[0],
         "additional_special_tokens": list(MARKERS[1:3]),
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1 << 20,
     }

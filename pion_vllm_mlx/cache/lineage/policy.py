@@ -40,8 +40,8 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 def anchor_length(rendered: Sequence[int], prompt: Sequence[int]) -> int:
     """Where the anchor of a prompt lies: the common prefix with ``rendered``, less 2 tokens.
 
-    ``rendered`` are the leading system messages and tools through the chat template, without
-    a generation prompt. 0 where there is none.
+    ``rendered`` are the leading system messages and tools through the chat template, with another
+    user's text behind them or in their turn. 0 where there is none.
     """
     return max(0, common_prefix(rendered, prompt) - ANCHOR_SLACK_TOKENS)
 
