@@ -20,6 +20,7 @@ from pion_vllm_mlx.cache.padding import pads_wrongly
 from pion_vllm_mlx.serve.attended import Attending, Told
 from pion_vllm_mlx.serve.batch_processors import keep_processors
 from pion_vllm_mlx.serve.engine_mlx_lm_anchor import Anchors
+from pion_vllm_mlx.serve.engine_mlx_lm_left import Watched, connection_of, fasten
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import (
     IMAGES,
     REFUSALS,
@@ -31,7 +32,7 @@ from pion_vllm_mlx.serve.engine_mlx_lm_prepare import (
     taken_from,
 )
 from pion_vllm_mlx.serve.engine_mlx_lm_quantized import not_quantized
-from pion_vllm_mlx.serve.engine_mlx_lm_replies import FollowedReply
+from pion_vllm_mlx.serve.engine_mlx_lm_replies import FollowedReply, refuse_left
 from pion_vllm_mlx.serve.lineage_cache import LineageCache, guarded
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan, PlannedPrompt
 
@@ -65,6 +66,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         #: what is asked for as the model that is loaded, and its tokenizer.
         self._served: tuple[Any, Any] | None = None
         self._model: Any = None
+        self._alone = False
         cache.on_insert = self._ends.taken
         super().__init__(model_provider, cache)
 
@@ -75,9 +77,11 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
     ) -> tuple[Any, Any]:
         """As mlx-lm's; prepares the request, and notes its context in ``current``."""
         self._prepare(request, generation_args)
+        connection = vars(self.current).get("connection")
+        if not self._is_distributed:  # the others are sent the request, and nobody asks them
+            fasten(request, connection)
         found: tuple[Any, Any] = super().generate(request, generation_args, progress_callback)
         self.current.context = found[0]
-        connection = vars(self.current).get("connection")
         self.current.reply = FollowedReply(generation_args.stop_words, connection)
         return found[0], self.current.reply.follow(found[1])
 
@@ -238,13 +242,22 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         if found is None:
             return None
         queue, *rest = found
-        queue = self._ends.behind(queue)
+        watched = Watched(queue, connection_of(rest[0]), lambda: self._alone)
+        queue = self._ends.behind(watched)
         return queue if self._attending is None else Told(queue, self._attending), *rest
 
     def _log_cache_stats(self) -> None:
         """Nothing: a request has one line, and that is its plan's."""
 
+    def _serve_single(self, *request: Any) -> None:
+        self._alone = True
+        try:
+            super()._serve_single(*request)
+        finally:
+            self._alone = False
+
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
+        refuse_left(connection_of(request))
         self._attach()
         self._served = args.model, tokenizer
         if self.cache.store is None:

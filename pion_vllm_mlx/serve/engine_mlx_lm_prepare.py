@@ -10,8 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Queue
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
@@ -82,6 +81,10 @@ def has_images(request: Any) -> bool:
     )
 
 
+class _Queue(Protocol):
+    def put(self, item: Any) -> None: ...
+
+
 class Ends:
     """Tells clients the end of their reply after its caches were kept, not before.
 
@@ -91,10 +94,10 @@ class Ends:
 
     def __init__(self, stepped: Callable[[], None]) -> None:
         """``stepped`` is called before clients are told anything: a step is behind us."""
-        self._held: list[Queue[Any]] = []
+        self._held: list[_Queue] = []
         self._stepped = stepped
 
-    def behind(self, queue: Queue[Any]) -> HeldBack:
+    def behind(self, queue: _Queue) -> HeldBack:
         """What stands for a request's queue."""
         return HeldBack(queue, self._held, self._stepped)
 
@@ -118,8 +121,8 @@ class Ends:
 class HeldBack:
     """A queue whose last item, None, is held back."""
 
-    queue: Queue[Any]
-    held: list[Queue[Any]]
+    queue: _Queue
+    held: list[_Queue]
     stepped: Callable[[], None]
 
     def put(self, item: Any) -> None:

@@ -63,5 +63,7 @@ def refuse_left(connection: socket.socket | None) -> None:
         left = not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return
+    except OSError:  # reset, or closed by now
+        left = True
     if left:
         raise ConnectionAbortedError("the client has left")

@@ -149,7 +149,7 @@ def store_of(server: RunningServer) -> tuple[str, ...]:
     return ("--pion-host", "127.0.0.1", "--pion-port", str(server.port))
 
 
-def family_folder(folder: Path, family: str) -> tuple[Path, tuple[str, ...]]:
+def family_folder(folder: Path, family: str, **changes: Any) -> tuple[Path, tuple[str, ...]]:
     """The new folder of a family's model, and the flags of an engine that serves it."""
     from tests.serve.tiny_folder import make_folder
 
@@ -158,15 +158,15 @@ def family_folder(folder: Path, family: str) -> tuple[Path, tuple[str, ...]]:
         flags = QUANTIZED
         if "--kv-bits" not in inspect.getsource(importlib.import_module("mlx_lm.server")):
             pytest.skip("this mlx-lm's server quantizes no caches")
-    return make_folder(folder / family, "llama" if flags else family), flags
+    return make_folder(folder / family, "llama" if flags else family, **changes), flags
 
 
 @contextlib.contextmanager
-def serving(folder: Path, family: str, *more: str) -> Iterator[Served]:
-    """One engine of a family, over a server of its own."""
+def serving(folder: Path, family: str, *more: str, **changes: Any) -> Iterator[Served]:
+    """One engine of a family, with ``changes`` to its model, over a server of its own."""
     from mlx_lm import load
 
-    model, flags = family_folder(folder, family)
+    model, flags = family_folder(folder, family, **changes)
     with (
         running_server(folder / "data") as server,
         running_engine(folder, model, *store_of(server), *more, flags=flags) as engine,

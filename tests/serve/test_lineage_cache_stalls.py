@@ -318,7 +318,7 @@ def test_a_reply_ends_for_its_client_when_its_caches_are_kept() -> None:
     told: SimpleQueue[Any] = SimpleQueue()
     steps: list[int] = []
     ends = Ends(lambda: steps.append(1))
-    held = ends.behind(told)  # type: ignore[arg-type]
+    held = ends.behind(told)
     for item in ("one", "two", None):
         held.put(item)
     assert (told.get(), told.get(), told.empty(), len(steps)) == ("one", "two", True, 3)
@@ -449,9 +449,9 @@ def test_an_end_is_told_with_its_own_caches_and_not_before() -> None:
     ends = Ends(lambda: None)
     one: SimpleQueue[Any] = SimpleQueue()
     two: SimpleQueue[Any] = SimpleQueue()
-    ends.behind(one).put(None)  # type: ignore[arg-type]
+    ends.behind(one).put(None)
     first = ends.taken()
-    ends.behind(two).put(None)  # type: ignore[arg-type]
+    ends.behind(two).put(None)
     second = ends.taken()
     ends.tell()
     assert one.empty() and two.empty()
