@@ -61,7 +61,8 @@ class Lookup:
             self.why = f"{left} tokens could be reused, and --pion-min-gain is {self.min_gain}"
             return
         stored = (match.common, match.why) if match is not None else (0, "")
-        self.why = why_not_more(reused, self.common, *stored)
+        unasked = left if match is None and left < self.min_gain else 0
+        self.why = why_not_more(reused, self.common, *stored, unasked)
 
 
 class LookedUp:

@@ -49,6 +49,7 @@ class Tiers:
             if match.length >= held + least:
                 plan.match = match
         else:
+            plan.asked = bool(plan.resume)
             self.store.recheck(plan.ids)
         if plan.match is not None and not self._restore(plan, held):
             plan.resume, plan.why = [], NOT_RESTORED

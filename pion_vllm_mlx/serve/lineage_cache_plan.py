@@ -62,7 +62,8 @@ class Plan:
     ``match`` is what the store has, None where it was not wanted, ``restored`` what was read of
     it; both until they are used. ``near`` and ``nearest`` say what memory and the store had like
     the prompt, whatever can be used of it. ``tiers`` are those that were asked, ``stored_why``
-    is the store's own word for what it has not, ``why`` is about this request.
+    is the store's own word for what it has not, ``why`` is about this request. Not ``asked`` is
+    the store for fewer tokens than are ever restored.
     ``resume`` are tokens that a killed process had generated already; ``journal`` is the key
     under which those of this one are noted, "" for none, ``noted`` that journal.  ``reused``,
     ``tier`` and ``restore_ms`` are known once the caches were fetched, ``done`` at the end.
@@ -82,6 +83,7 @@ class Plan:
     cuts: list[Cut] = field(default_factory=list)
     why: str = ""
     stored_why: str = ""
+    asked: bool = True
     single: bool = False
     journal: str = ""
     resume: list[int] = field(default_factory=list)
@@ -132,7 +134,9 @@ class Plan:
         self.reused, self.tier, self.restore_ms = reused, tier, restore_ms
         self.alone, self.fetched_at = alone, time.perf_counter()
         if not self.why and self.computed > 1:
-            self.why = why_not_more(self.reused, self.common, self.stored_common, self.stored_why)
+            stored = self.stored_common, self.stored_why
+            unasked = 0 if self.asked else self.computed - 1
+            self.why = why_not_more(self.reused, self.common, *stored, unasked)
 
     def receipt(self, rate: Rate) -> dict[str, Any]:
         """What was reused, from where, and the time that spared on this machine."""

@@ -238,6 +238,11 @@ def test_why_is_about_what_was_reused_not_about_the_store_alone(server: RunningS
     plan = looked_up(cache, [*prompt, *token_ids(50, 6)])
     assert fetched(cache, plan) is not None
     assert (plan.reused, plan.why) == (100, "the prompt leaves what is kept at token 100")
+    short = looked_up(cache, [*prompt, *token_ids(9, 8)])
+    assert fetched(cache, short) is not None
+    assert short.why == (
+        "memory has 100 tokens, and the store is not asked for 8 more: fewer than --pion-min-gain"
+    )
     other = looked_up(cache, token_ids(90, 7))
     assert fetched(cache, other) is None
     assert other.why == "nothing is stored that begins like this prompt"

@@ -46,6 +46,10 @@ def test_why_is_about_what_was_reused_not_about_the_store_alone(
         assert why(engine, start) == "99: "
         longer = [*start[:90], *token_ids(50, 6)]
         assert why(engine, longer) == "90: the prompt leaves what is kept at token 90"
+        assert why(engine, [*start[:80], *token_ids(9, 8)]) == (
+            "80: memory has 80 tokens, and the store is not asked for 8 more: fewer than "
+            "--pion-min-gain"
+        )
     with running_engine(FAMILIES["mamba"]) as engine:
         engine.ask(start)
         said = why(engine, [*start[:60], *token_ids(50, 6)])

@@ -42,12 +42,15 @@ class Missed:
         return replace(found, restorable=self.reused)
 
 
-def why_not_more(reused: int, common: int, stored_common: int, stored_why: str) -> str:
+def why_not_more(
+    reused: int, common: int, stored_common: int, stored_why: str, unasked: int = 0
+) -> str:
     """Why no more than ``reused`` tokens of a prompt were, where some are missing.
 
     ``common`` tokens agree with something that is kept, ``stored_common`` with what the store
     has, whose own word for what it has not is ``stored_why``, "" where it was not asked.
     Where that is "" although it was asked it has all of them, and they were too few to be read.
+    ``unasked``: so many were left that it was not asked for them.
     """
     if not common:
         return stored_why or "nothing is kept that begins like this prompt"
@@ -58,4 +61,7 @@ def why_not_more(reused: int, common: int, stored_common: int, stored_why: str) 
         return f"the store has {common} tokens, {more} more: fewer than --pion-min-gain"
     if reused < common:
         return f"{common} tokens agree, but nothing is kept with which to go on between"
+    if unasked:
+        kept = f"memory has {reused} tokens"
+        return f"{kept}, and the store is not asked for {unasked} more: fewer than --pion-min-gain"
     return f"the prompt leaves what is kept at token {common}"
