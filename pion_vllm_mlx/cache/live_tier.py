@@ -47,7 +47,9 @@ class LiveHit:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
+    """Caches of ``length`` tokens, which give any prefix of at least ``floor``."""
+
     caches: tuple[Any, ...]
     length: int
     floor: int
@@ -95,7 +97,7 @@ class LiveTier:
     rejections: int = 0
     discard: Callable[[list[mx.array]], None] = field(default=lambda arrays: None)
     whole_only: bool = False
-    _entries: OrderedDict[bytes, _Entry] = field(default_factory=OrderedDict)
+    _entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     _all: list[bytes] = field(default_factory=list)
     _sliceable: list[bytes] = field(default_factory=list)
     _ledger: _Ledger = field(default_factory=_Ledger)
@@ -162,7 +164,7 @@ class LiveTier:
         check_length(caches, len(tokens))
         floor = max(restorable_floor(cache) for cache in caches)
         floor = len(tokens) if self.whole_only else min(len(tokens), floor)
-        entry = _Entry(tuple(shortened(one, 0) for one in caches), len(tokens), floor, kind)
+        entry = Entry(tuple(shortened(one, 0) for one in caches), len(tokens), floor, kind)
         key = encode(tokens)
         with self._lock:
             if self._covered(key):
@@ -226,7 +228,7 @@ class LiveTier:
                 return True
         return False
 
-    def _drop_superseded(self, key: bytes, entry: _Entry) -> None:
+    def _drop_superseded(self, key: bytes, entry: Entry) -> None:
         """Give up what the new entry gives as well; the others of its conversation share rows."""
         states = []
         for name in list(self._prefixes(key)):
@@ -241,7 +243,7 @@ class LiveTier:
             for name in self._least_useful(states[::-1], entry.kind)[:surplus]:
                 self._delete(name)
 
-    def _share_rows(self, name: bytes, longer: _Entry) -> None:
+    def _share_rows(self, name: bytes, longer: Entry) -> None:
         """Have the entry ``name`` use the rows of ``longer``, which continues it."""
         old = self._entries[name]
         surplus = longer.length - old.length
@@ -270,10 +272,13 @@ class LiveTier:
             if not names:
                 return
             plain = (name for name in names if self._entries[name].kind != "anchor")
-            self._delete(next(plain, names[0]))
+            self._give_up(next(plain, names[0]))
             self.evictions += 1
 
-    def _insert(self, key: bytes, entry: _Entry) -> None:
+    def _give_up(self, key: bytes) -> None:
+        self._delete(key)
+
+    def _insert(self, key: bytes, entry: Entry) -> None:
         self._entries[key] = entry
         self._ledger.add(entry.arrays)
         insort(self._all, key)

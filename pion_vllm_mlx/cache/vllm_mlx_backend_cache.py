@@ -23,7 +23,8 @@ from pion_vllm_mlx.cache.handles import owned
 from pion_vllm_mlx.cache.lineage import Cut, LineageStore, Match, policy
 from pion_vllm_mlx.cache.lineage.tokens import NO_TOKENS, token_ids
 from pion_vllm_mlx.cache.lineage.types import KeepKind
-from pion_vllm_mlx.cache.live_tier import LiveTier, Tokens, check_length
+from pion_vllm_mlx.cache.live_tier import Tokens, check_length
+from pion_vllm_mlx.cache.live_unwritten import UnwrittenTier
 from pion_vllm_mlx.cache.read_ahead import ReadAhead
 from pion_vllm_mlx.cache.spread import Spread
 from pion_vllm_mlx.cache.vllm_mlx_backend_kinds import are_known, cache_kinds
@@ -55,7 +56,7 @@ class PionPrefixCache:
         )
         self.spread = Spread()
         self._beside = Beside(self.spread.pace)
-        self._live = LiveTier(
+        self._live = UnwrittenTier(
             limit, int(config.max_entries), discard=self._discard, whole_only=whole_only
         )
         self._store: LineageStore | None = None
@@ -191,7 +192,7 @@ class PionPrefixCache:
         return self._live.nbytes / MEGABYTE
 
     @property
-    def _entries(self) -> LiveTier:
+    def _entries(self) -> UnwrittenTier:
         return self._live
 
     @property
@@ -234,8 +235,9 @@ class PionPrefixCache:
             stores = store is not None and not stays
             if store is not None and stores:
                 # what a batch hands over is nobody else's; an image model's may be written to
-                given, schedule = self.in_steps, self.spread.add
-                steps = store.keeping(tokens, caches, kind, given=given, schedule=schedule)
+                given, add = self.in_steps, self.spread.add
+                over = self._live.hold(tokens, caches, kind)
+                steps = store.keeping(tokens, caches, kind, given=given, schedule=add, over=over)
                 self.spread.store(steps, self.blocking, guarded)
             if not self.in_steps:
                 self.spread.finish()
@@ -335,7 +337,7 @@ class PionPrefixCache:
             "reading_ahead": not self._ahead.done,
             "live_bytes": self._live.nbytes,
             "live_entries": len(self._live),
-            "live_evictions": self._live.evictions,
+            **self._live.told(),
             "uncopied_bytes": self.spread.waiting_bytes,
             "allocator_bytes": mx.get_cache_memory(),
             "generation_thread": self.blocking.as_dict(),

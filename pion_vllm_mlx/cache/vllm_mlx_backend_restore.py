@@ -12,7 +12,7 @@ import logging
 from pion_vllm_mlx.cache.handles import owned
 from pion_vllm_mlx.cache.lineage import LineageStore, Restored
 from pion_vllm_mlx.cache.lineage.missed import NOT_RESTORED
-from pion_vllm_mlx.cache.live_tier import LiveTier
+from pion_vllm_mlx.cache.live_unwritten import UnwrittenTier
 from pion_vllm_mlx.cache.pace import between_pieces
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Lookup
 from pion_vllm_mlx.errors import UnsupportedCache
@@ -20,7 +20,7 @@ from pion_vllm_mlx.errors import UnsupportedCache
 log = logging.getLogger(__name__)
 
 
-def restore(lookup: Lookup, held: int, store: LineageStore, live: LiveTier) -> None:
+def restore(lookup: Lookup, held: int, store: LineageStore, live: UnwrittenTier) -> None:
     """Reads what ``store`` has of a prompt, where that is at least ``min_gain`` tokens more.
 
     Memory holds ``held`` of them, and what was read when this is over, where it has room.
@@ -33,6 +33,9 @@ def restore(lookup: Lookup, held: int, store: LineageStore, live: LiveTier) -> N
     lookup.match = match = store.match(lookup.ids)
     if match.withheld > held:
         lookup.why = match.why
+    unwritten = live.lost(lookup.ids)
+    if unwritten >= max(held, match.length) + least:
+        lookup.why = store.not_yet(unwritten)
     if match.length < held + least:
         return
     restored = store.restore(match)
@@ -44,7 +47,7 @@ def restore(lookup: Lookup, held: int, store: LineageStore, live: LiveTier) -> N
     _keep(lookup, restored, kind, live)
 
 
-def _keep(lookup: Lookup, restored: Restored, kind: str, live: LiveTier) -> None:
+def _keep(lookup: Lookup, restored: Restored, kind: str, live: UnwrittenTier) -> None:
     """Has memory hold what was restored, under its budget; ``kind`` is that of its checkpoint."""
     between_pieces()
     try:

@@ -35,7 +35,8 @@ from pion_vllm_mlx.cache.lineage.client import CONNECT_SECONDS, LineageClient, c
 from pion_vllm_mlx.cache.lineage.missed import Missed
 from pion_vllm_mlx.cache.lineage.tokens import token_ids
 from pion_vllm_mlx.cache.lineage.types import KEEP_KINDS, KeepKind
-from pion_vllm_mlx.cache.live_tier import MAX_CHECKPOINTS, LiveTier
+from pion_vllm_mlx.cache.live_tier import MAX_CHECKPOINTS
+from pion_vllm_mlx.cache.live_unwritten import UnwrittenTier
 from pion_vllm_mlx.cache.read_ahead import ReadAhead
 from pion_vllm_mlx.cache.spread import Spread
 from pion_vllm_mlx.errors import UnsupportedCache
@@ -64,7 +65,7 @@ class LineageCache:
         self._options = options
         self._limits = limits
         self._plain = PlainCache(limits.plain_entries)
-        self._live = LiveTier(0)
+        self._live = UnwrittenTier(0)
         self._store: LineageStore | None = None
         self._tiers: Tiers | None = None
         self._model: Any = None
@@ -101,7 +102,7 @@ class LineageCache:
         self._model, self._tiers, self._pending = model, None, None
         self.prefilling = Rate()
         self._live.clear()
-        self._live = LiveTier(0)
+        self._live = UnwrittenTier(0)
         self._beside.ask(mx.clear_cache)  # behind what is freed there
         if self._options is None:
             return
@@ -111,7 +112,7 @@ class LineageCache:
         if store.bypass is not None:
             return
         states = MAX_CHECKPOINTS if store.wants_cuts else 1
-        self._live = LiveTier(
+        self._live = UnwrittenTier(
             self._limits.live_bytes(),
             self._limits.live_entries(states),
             discard=self._beside.drop,
@@ -277,7 +278,7 @@ class LineageCache:
             "reading_ahead": not self._ahead.done,
             "live_bytes": self.nbytes,
             "live_entries": len(self),
-            "live_evictions": self._live.evictions,
+            **self._live.told(),
             "uncopied_bytes": self.spread.waiting_bytes,
             "allocator_bytes": mx.get_cache_memory(),
             "generation_thread": self.blocking.as_dict(),
@@ -353,7 +354,8 @@ class LineageCache:
         # So do replies where no part of what is stored is used: their prompt would be one.
         if not (reply and (tiers.recurrent or tiers.store.whole_only)):
             schedule = self.spread.add
-            steps = tiers.store.keeping(ids, caches, kind, given=True, schedule=schedule)
+            over = tiers.live.hold(ids, caches, kind)
+            steps = tiers.store.keeping(ids, caches, kind, given=True, schedule=schedule, over=over)
             self.spread.store(steps, self.blocking, guarded)
 
     def _put(

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pion_vllm_mlx.cache.handles import owned
 from pion_vllm_mlx.cache.lineage import LineageStore, Restored
 from pion_vllm_mlx.cache.lineage.missed import NOT_RESTORED
-from pion_vllm_mlx.cache.live_tier import LiveTier
+from pion_vllm_mlx.cache.live_unwritten import UnwrittenTier
 from pion_vllm_mlx.errors import UnsupportedCache
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan
 
@@ -26,7 +26,7 @@ class Tiers:
     """The live caches and the store of one model."""
 
     store: LineageStore
-    live: LiveTier
+    live: UnwrittenTier
     recurrent: bool
     _journals: OrderedDict[str, None] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -48,6 +48,9 @@ class Tiers:
                 plan.why = match.why
             if match.length >= held + least:
                 plan.match = match
+            unwritten = self.live.lost(plan.ids)
+            if unwritten >= max(held, match.length) + least:
+                plan.why = self.store.not_yet(unwritten)
         else:
             plan.asked = bool(plan.resume)
             self.store.recheck(plan.ids)

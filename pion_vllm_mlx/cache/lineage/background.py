@@ -43,12 +43,16 @@ class Line:
 
 @dataclass(frozen=True)
 class Task:
-    """Something to do; ``failed`` is told why it was not."""
+    """Something to do; ``failed`` is told why it was not, ``over`` is called in either case.
+
+    Not so where the task is joined with another, or given up.
+    """
 
     run: Callable[[], None]
     failed: Callable[[BaseException], None]
     num_bytes: int = 0
     line: Line | None = field(default=None, repr=False)
+    over: Callable[[], None] = lambda: None
 
 
 class Background:
@@ -154,6 +158,7 @@ class Background:
                 task = self._tasks.popleft()
                 self._busy = True
             self._run(task)
+            task.over()
             with self._changed:
                 empty = not self._tasks
             if empty:

@@ -157,11 +157,15 @@ class Captured:
 
 @dataclass(frozen=True)
 class Taken:
-    """What a thread has once ``arrays`` are scheduled: ``captured`` gives it, on any thread."""
+    """What a thread has once ``arrays`` are scheduled: ``captured`` gives it, on any thread.
+
+    ``over`` is to be called when it is written, or will not be.
+    """
 
     arrays: list[mx.array]
     captured: Callable[[], Captured]
     num_bytes: int
+    over: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ class Counters:
     ``restore_failures``, ``kept``, ``written``, ``bytes_written``, ``bytes_rows``,
     ``evicted`` to stay within the budget, ``evicted_by_server`` for limits of its own, found when
     they were missed; ``damaged``, ``unavailable``; ``gone``, what others deleted while memory had
-    it; ``not_durable``, stores after which the server refused a COMMIT;
+    it; ``not_yet``, prompts of which more was still waiting to be stored, and in memory no more;
+    ``not_durable``, stores after which the server refused a COMMIT;
     what was not stored, by cause: ``queue_full``, ``over_budget``, ``contended``, ``lost``,
     ``refused``, ``failed``; and ``lane_…`` a lane.
     """

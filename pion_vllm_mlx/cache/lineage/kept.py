@@ -47,6 +47,11 @@ class _Waiting:
 
     captured: Callable[[], Captured]
     anchor: int
+    over: Callable[[], None]
+
+
+def _nothing() -> None:
+    """Nobody waits for something to be written."""
 
 
 def _scheduled(arrays: Sequence[Any], then: Callable[[], None]) -> None:
@@ -92,29 +97,23 @@ class Kept(Stored):
         *,
         given: bool = False,
         schedule: Schedule = at_once,
+        over: Callable[[], None] = _nothing,
     ) -> Steps[bool]:
         """``keep`` in steps, on this thread: before anything else is kept, once it has begun.
 
-        First is found out what is new, with the others it is taken.
+        First is found out what is new, with the others it is taken. ``over`` is called when it is
+        written, or will not be: by any thread, maybe more than once.
         """
-        ids, why = token_ids(tokens)
-        if ids is None or self._bypass is not None or ids.size < self._least:
-            self._counters.add("not_kept", why=why or self._bypass or "the prompt is too short")
-            return False
-        since, known = self._recent.since(ids)
-        if since.rows == since.fresh == ids.size and (known or not self._shape.stateful):
-            self._counters.add("known")
-            return False
-        anchor = self._anchors.longest(ids)
-        anchor = anchor if since.rows < anchor else 0  # else it is stored, or inside of something
-        yield
+        queued = False
         try:
-            taken = yield from self._taken(caches, int(ids.size), since, given)
-        except UnsupportedCache as error:
-            self._faults.refused(error)
-            return False
-        yield
-        return self._queued(ids, kind, taken, anchor, schedule)
+            new = yield from self._new(tokens, caches, given)
+            if new is not None:
+                ids, taken, anchor = new
+                queued = self._queued(ids, kind, replace(taken, over=over), anchor, schedule)
+        finally:
+            if not queued:
+                over()
+        return queued
 
     def growing(self, known: TokenIds, caches: Sequence[Any], length: int) -> Grown | None:
         """What is new in the caches of a reply, which hold ``length`` tokens and grow on.
@@ -152,6 +151,29 @@ class Kept(Stored):
     def _least(self) -> int:
         return max(self.options.min_gain, FIRST_TOKENS)
 
+    def _new(
+        self, tokens: Tokens, caches: Sequence[Any], given: bool
+    ) -> Steps[tuple[TokenIds, Taken, int] | None]:
+        """What is new, and the anchor that lies in it; None, and counted, where nothing is."""
+        ids, why = token_ids(tokens)
+        if ids is None or self._bypass is not None or ids.size < self._least:
+            self._counters.add("not_kept", why=why or self._bypass or "the prompt is too short")
+            return None
+        since, known = self._recent.since(ids)
+        if since.rows == since.fresh == ids.size and (known or not self._shape.stateful):
+            self._counters.add("known")
+            return None
+        anchor = self._anchors.longest(ids)
+        anchor = anchor if since.rows < anchor else 0  # else it is stored, or inside of something
+        yield
+        try:
+            taken = yield from self._taken(caches, int(ids.size), since, given)
+        except UnsupportedCache as error:
+            self._faults.refused(error)
+            return None
+        yield
+        return ids, taken, anchor
+
     def _taken(self, caches: Sequence[Any], length: int, since: Since, given: bool) -> Steps[Taken]:
         """What the background thread is to have of caches. Raises UnsupportedCache."""
         shape, vquant = self._shape, self.options.vquant
@@ -175,7 +197,7 @@ class Kept(Stored):
     ) -> bool:
         """Has ``taken`` written when its arrays are scheduled; False where the queue is full."""
         full: list[bool] = []
-        what = _Waiting(taken.captured, anchor)
+        what = _Waiting(taken.captured, anchor, taken.over)
 
         def queue() -> None:
             task = self._task(ids, kind, what, reply)
@@ -183,6 +205,7 @@ class Kept(Stored):
                 self._counters.add("queue_full", why="more waits to be stored than the queue holds")
                 self._recent.forget(ids)
                 full.append(True)
+                taken.over()
 
         # a reply's state is not stored where it waits, and a later one comes
         point = int(ids.size) if self._shape.stateful and reply is None else None
@@ -200,12 +223,14 @@ class Kept(Stored):
 
         def with_former(former: _Waiting) -> Task:
             both = _Waiting(
-                lambda: together(former.captured(), what.captured()), former.anchor or what.anchor
+                lambda: together(former.captured(), what.captured()),
+                former.anchor or what.anchor,
+                what.over,
             )
             return self._task(ids, kind, both, reply)
 
         line = Line(reply, ROWS, with_former, what) if reply is not None else None
-        return Task(write, partial(self._failed, ids), line=line)
+        return Task(write, partial(self._failed, ids), line=line, over=what.over)
 
     def _in_background(self, run: Callable[[], None], reply: object = None) -> None:
         """Has ``run`` done; of those of one ``reply`` that wait behind its rows the last alone."""

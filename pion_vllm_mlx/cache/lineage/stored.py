@@ -89,6 +89,12 @@ class Stored:
             run = partial(self._recheck, self._key.names, ids, rows)
             self._background.put(Task(run, lambda error: None))
 
+    def not_yet(self, tokens: int) -> str:
+        """Counts a prompt of which so many wait to be written and are in memory no more; why."""
+        why = f"{tokens} tokens of it wait to be stored, and memory had no room for them"
+        self._counters.add("not_yet", why=why)
+        return why
+
     def explain(self, tokens: Tokens, then: Found | None = None) -> Explanation:
         """Why ``tokens`` are not a longer hit: nearest prefix, first difference, key field.
 

@@ -1,0 +1,145 @@
+"""The in-process tier that gives nothing up before it is written.
+
+Between the end of a reply and the moment when its rows are in the store they may have to go from
+memory, where that is small: nobody would find them.  So they are set aside until then.  That
+costs next to nothing: what waits to be written has hold of the same arrays.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pion_vllm_mlx.cache.live_tier import Entry, LiveHit, LiveTier, Tokens, common_tokens, encode
+
+#: beyond a tier's own budget, for what waits to be written: as much as may wait.
+ASIDE_BYTES = 2 * 10**9
+
+
+class _Aside(LiveTier):
+    """What another tier gives up."""
+
+    def adopt(self, key: bytes, entry: Entry) -> None:
+        """Keeps an entry, where there is room; the arrays are the same ones."""
+        own = replace(entry)  # a list of its arrays of its own: the other one is emptied
+        with self._lock:
+            if self._covered(key) or sum(one.nbytes for one in own.arrays) > self.budget_bytes:
+                return
+            self._drop_superseded(key, own)
+            self._insert(key, own)
+            self._shrink(keep=key)
+
+    def forget(self, key: bytes) -> None:
+        """Gives an entry up, if there is one."""
+        with self._lock:
+            if key in self._entries:
+                self._delete(key)
+
+    def has(self, key: bytes) -> bool:
+        return key in self._entries
+
+
+@dataclass
+class UnwrittenTier(LiveTier):
+    """A tier with a second one behind it, for what is given up while it waits to be written.
+
+    That one holds ``aside_bytes`` at most, the least recently used given up first, and counts by
+    itself: what is kept in ``budget_bytes`` is not less for it. Without a budget nothing is kept
+    here, either.
+    """
+
+    aside_bytes: int = ASIDE_BYTES
+    _held: Counter[bytes] = field(default_factory=Counter)
+    _aside: _Aside = field(init=False)
+
+    def __post_init__(self) -> None:
+        room = self.aside_bytes if self.budget_bytes else 0
+        self._aside = _Aside(room, discard=self.discard, whole_only=self.whole_only)
+
+    def hold(self, tokens: Tokens, caches: Sequence[Any], kind: str) -> Callable[[], None]:
+        """Keeps what was ``put`` until it is written, or will not be, in whichever tier has room.
+
+        What comes back is to be called then, on any thread; again it does nothing.
+        """
+        key = encode(tokens)
+        with self._lock:
+            self._held[key] += 1
+            if not self._covered(key):  # there was no room for it, or there is none any more
+                self._aside.put(tokens, caches, kind, schedule=_scheduled_elsewhere)
+        held = [key]
+
+        def release() -> None:
+            with self._lock:
+                if held:
+                    self._release(held.pop())
+
+        return release
+
+    def lost(self, tokens: Tokens) -> int:
+        """The longest common prefix with what waits to be written and is here no more."""
+        if not self._held:
+            return 0
+        key = encode(tokens)
+        with self._lock:
+            gone = [name for name in self._held if not self._has(name)]
+        return max((common_tokens(name, key) for name in gone), default=0)
+
+    def told(self) -> dict[str, int]:
+        """What the statistics say of it."""
+        return {"live_evictions": self.evictions, "unwritten_bytes": self._aside.nbytes}
+
+    # -- what a tier does, of both ---------------------------------------------------------
+
+    def find(self, tokens: Tokens) -> LiveHit | None:
+        """As a tier does; what it is giving up meanwhile is found behind it."""
+        hit = super().find(tokens)
+        other = self._aside.find(tokens)
+        if hit is None or (other is not None and other.length > hit.length):
+            return other
+        return hit
+
+    def take(self, hit: LiveHit) -> list[Any] | None:
+        """As a tier does."""
+        caches = super().take(hit)
+        return self._aside.take(hit) if caches is None else caches
+
+    def common(self, tokens: Tokens) -> int:
+        """As a tier does."""
+        return max(super().common(tokens), self._aside.common(tokens))
+
+    def nearest(self, tokens: Tokens) -> tuple[int, Any]:
+        """As a tier does."""
+        mine, other = super().nearest(tokens), self._aside.nearest(tokens)
+        return other if other[0] > mine[0] else mine
+
+    def remove(self, tokens: Tokens) -> bool:
+        """As a tier does."""
+        aside = self._aside.remove(tokens)
+        return super().remove(tokens) or aside
+
+    def clear(self) -> None:
+        """As a tier does."""
+        super().clear()
+        self._aside.clear()
+
+    # -- inside ----------------------------------------------------------------------------
+
+    def _has(self, key: bytes) -> bool:
+        return key in self._entries or self._aside.has(key)
+
+    def _give_up(self, key: bytes) -> None:
+        if self._held[key]:
+            self._aside.adopt(key, self._entries[key])
+        self._delete(key)
+
+    def _release(self, key: bytes) -> None:
+        self._held[key] -= 1
+        if self._held[key] <= 0:
+            del self._held[key]
+            self._aside.forget(key)
+
+
+def _scheduled_elsewhere(arrays: list[Any]) -> None:
+    """They are computed with what is to be written."""
