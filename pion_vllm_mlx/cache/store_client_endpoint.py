@@ -92,13 +92,29 @@ class Door:
         return self._back_off.left() > 0
 
     def through(self, call: Callable[[RespConnection], T]) -> T:
-        """What ``call`` returns; a failure of the server begins a pause, a refusal does not.
+        """What ``call`` returns, which asks the server; its failure begins a pause, a refusal not.
 
         Raises StoreUnavailable, at once while the pause lasts, and what ``call`` raises.
         """
+        result = self._tried(call)
+        self._back_off.succeeded()
+        return result
+
+    def open(self) -> None:
+        """Finds the way in. That proves nothing: the next pause is longer than the last one.
+
+        Raises StoreUnavailable, at once while a pause lasts.
+        """
+        self._tried(lambda connection: None)
+
+    def answered(self) -> None:
+        """The server is well, as somebody else found: it is asked again at once."""
+        self._back_off.succeeded()
+
+    def _tried(self, call: Callable[[RespConnection], T]) -> T:
         self._back_off.check()
         try:
-            result = call(self._connection())
+            return call(self._connection())
         except _LOCKED_OUT as error:
             self._back_off.failed(str(error))
             raise StoreUnavailable(f"{error.code} {error}") from error
@@ -108,8 +124,6 @@ class Door:
         except StoreUnavailable as error:
             self._back_off.failed(str(error))
             raise
-        self._back_off.succeeded()
-        return result
 
 
 @dataclass
@@ -205,7 +219,7 @@ class Endpoint:
     def workers(self) -> int:
         """How many workers the server has; asks it the first time. Raises StoreUnavailable."""
         if self._known is None:
-            self.door.through(lambda connection: None)
+            self.door.open()
         known = self._known  # another thread may forget it
         return known.workers if known is not None else 1
 

@@ -53,7 +53,7 @@ class LineageClient(StoreClient):
 
         Raises StoreUnavailable.
         """
-        self.endpoint.door.through(lambda connection: None)
+        self.endpoint.door.open()
 
     def reach(self, seconds: float) -> None:
         """Waits up to ``seconds`` for an embedded server that is on its way up.

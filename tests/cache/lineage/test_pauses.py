@@ -1,0 +1,84 @@
+"""How often a store is asked that does not answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pion_vllm_mlx.cache.lineage import LineageOptions, LineageStore
+from pion_vllm_mlx.cache.store_client_endpoint import BackOff
+from tests.cache.lineage.driving import Engine, fresh_cache, prompt
+from tests.conftest import RunningServer, free_port_block
+from tests.models import tiny_model
+
+DEADLINE = 0.3
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RunningServer]:
+    folder = tmp_path / "data"
+    folder.mkdir(mode=0o700)
+    server = RunningServer(free_port_block(), folder)
+    server.start()
+    yield server
+    os.kill(server.pid, signal.SIGCONT)
+    server.stop()
+
+
+def opened(server: RunningServer, embedded: bool) -> LineageStore:
+    url = f"embedded://{server.dir}" if embedded else f"tcp://127.0.0.1:{server.port}"
+    store = LineageStore(tiny_model("llama"), LineageOptions(url=url))
+    assert store.connect()
+    store._front.deadline_seconds = DEADLINE
+    return store
+
+
+def silent(store: LineageStore, ids: list[int]) -> bool:
+    """Whether a request finds that the store does not answer; at most after its deadline."""
+    return store.match(ids).why.startswith("no store: ")
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_the_longer_a_store_is_silent_the_less_often_requests_wait_for_it(
+    embedded: bool, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BackOff, "FIRST_SECONDS", 0.05)
+    store, ids = opened(server, embedded), prompt(100, 1)
+    door = store._front.endpoint.door
+    assert not silent(store, ids)
+    os.kill(server.pid, signal.SIGSTOP)
+    pauses = []
+    for _ in range(5):
+        assert silent(store, ids)
+        pauses.append(door._back_off._pause)
+        while door.paused():
+            assert silent(store, ids), "nobody was asked"
+            time.sleep(0.01)
+    assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8]
+    os.kill(server.pid, signal.SIGCONT)
+    while silent(store, ids):
+        time.sleep(0.05)
+    assert not door._back_off._pause
+    store.close()
+
+
+def test_a_store_that_has_written_something_is_asked_again_at_once(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BackOff, "FIRST_SECONDS", 600.0)
+    monkeypatch.setattr(BackOff, "LONGEST_SECONDS", 600.0)
+    store, ids = opened(server, True), prompt(100, 2)
+    os.kill(server.pid, signal.SIGSTOP)
+    assert silent(store, ids) and silent(store, ids)
+    os.kill(server.pid, signal.SIGCONT)
+    assert silent(store, ids), "nobody was asked"
+    cache = fresh_cache(tiny_model("llama"))
+    Engine(tiny_model("llama"), store).forward(ids, cache)
+    assert store.keep(ids, cache) and store.flush(30)
+    assert store.match([*ids, 1]).length == 100
+    store.close()
