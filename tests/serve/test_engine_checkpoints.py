@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from pion_vllm_mlx.cache.lineage.policy import GUARD_TOKENS, LEAST_NEW_TOKENS, anchor_length
+from pion_vllm_mlx.cache.leading_system import ANOTHER_USER, OTHER_USER
+from pion_vllm_mlx.cache.lineage.policy import (
+    GUARD_TOKENS,
+    LEAST_NEW_TOKENS,
+    anchor_length,
+    common_prefix,
+)
 from tests.serve.engines import Reply
 from tests.serve.served import SEEDED, STATES, Served, serving
 
@@ -64,7 +70,9 @@ def test_a_new_process_goes_on_from_each_kind_of_restore_point_that_was_stored(
     third = served.complete(parted(branched, "?"), **how)
     assert from_the_store(third) == PARTING, "divergence"
     second = asked_under(system, "Who has one?")
-    anchor = anchor_length(*(rendered(served, chat) for chat in (second[:1], second)))
+    others = [rendered(served, [second[0], user]) for user in (OTHER_USER, ANOTHER_USER)]
+    in_common = others[0][: common_prefix(*others)]
+    anchor = anchor_length(in_common, rendered(served, second))
     assert anchor > len(system)
     assert from_the_store(served.chat(second, **how)) == anchor, "anchor"
 
