@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -138,6 +139,9 @@ def test_whoever_leaves_leaves_nothing_that_waits(pion_server: RunningServer) ->
     with running_engine(FAMILIES["plain"]) as engine:
         prompt = token_ids(300, seed=540)
         engine.ask_and_leave(prompt, after_tokens=299)
+        ends_at = time.monotonic() + 20
+        while not engine.cache.spread.idle and time.monotonic() < ends_at:
+            engine.loop.run_until_complete(asyncio.sleep(0.01))  # the step that is under way
         assert engine.cache.spread.idle
         assert engine.cache.save_to_disk("")
         assert engine.ask(prompt).cached == 299
