@@ -34,7 +34,7 @@ MOST_ARRAYS = 16
 CPU_BYTES = 4 << 20
 GPU_BYTES = 32 << 20
 #: another job that a client waits for is done in a step where those before took less.
-SHORT_SECONDS = 0.001
+SHORT_SECONDS = 0.0005
 #: what waits is done within about so many steps, however much it is.
 MOST_STEPS = 64
 _END = object()
