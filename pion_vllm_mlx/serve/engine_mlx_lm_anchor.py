@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from typing import Any
 
 from jinja2 import TemplateError
@@ -25,9 +26,13 @@ _REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError)
 
 
 class Anchors:
-    """Anchors of chats; the system part of each distinct one is rendered once. Any thread."""
+    """Anchors of chats; the system part of each distinct one is rendered once a day. Any thread.
 
-    def __init__(self) -> None:
+    Templates may say the date. ``today``: a day's date, in local time as theirs.
+    """
+
+    def __init__(self, today: Callable[[], date] = date.today) -> None:
+        self._today = today
         self._lock = threading.Lock()
         self._known: OrderedDict[str, list[int]] = OrderedDict()
 
@@ -63,7 +68,8 @@ class Anchors:
         self, tokenizer: Any, leading: list[Any], tools: Any, settings: Mapping[str, Any]
     ) -> list[int]:
         """The system part with ``leading`` and ``tools``, rendered or remembered."""
-        key = json.dumps([id(tokenizer), leading, tools, dict(settings)], default=str)
+        what = [id(tokenizer), leading, tools, dict(settings), self._today()]
+        key = json.dumps(what, default=str)
         with self._lock:
             known = self._known.pop(key, None)
         if known is None:

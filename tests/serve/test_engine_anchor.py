@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("mlx_lm")
 
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+from pion_vllm_mlx.serve.engine_mlx_lm_anchor import Anchors
 from tests.conftest import RunningServer
 from tests.serve.engines import running_engine
 from tests.serve.served import store_of
-from tests.serve.tiny_folder import FOLDING, make_folder
+from tests.serve.tiny_folder import FOLDING, make_folder, write_tokenizer
 from tests.tools.commands import command
 
 SYSTEM = "You are a careful helper who answers in one sentence. " * 6
@@ -69,3 +74,20 @@ def test_a_system_prompt_behind_the_turns_is_no_beginning(
         for name, cached in (("Ada", 0), ("Bob", OPENING - SLACK)):
             reply = engine.chat(chat(f"{name} asks.", "So.", "Why? " * 60), 1)
             assert reply.cached == cached, reply.receipt
+
+
+def test_a_template_that_says_the_date_is_asked_again_on_the_next_day(tmp_path: Path) -> None:
+    day = "{{ '<|im_start|>' }}Today: Monday." + FOLDING
+    write_tokenizer(tmp_path, day)
+    tokenizer, days = load_tokenizer(tmp_path), [date(2026, 11, 30)]
+    anchors = Anchors(lambda: days[-1])
+    for text in (day, day.replace("Monday", "Tuesday")):
+        tokenizer.chat_template = text
+        for name in "AB":
+            messages = chat(f"{name} asks.")
+            request = SimpleNamespace(request_type="chat", messages=messages, tools=None)
+            prompt = tokenizer.apply_chat_template(messages, tokenize=True)
+            begins = tokenizer.decode(prompt).index(f"{name} asks.")
+            said = len(tokenizer.encode(tokenizer.decode(prompt)[:begins]))
+            assert anchors.length(tokenizer, request, {}, prompt) == said - SLACK
+        days.append(date(2026, 12, 1))
