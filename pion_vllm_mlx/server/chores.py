@@ -160,7 +160,7 @@ def _upkeep(server: Server) -> list[Duty]:
         return now >= min(store.last_write + QUIET_SECONDS, begun + BUSY_STEP_SECONDS)
 
     reclaimer = Reclaimer(store)
-    store.tidy = reclaimer.tidy
+    store.tidy = reclaimer.make_room
     return [
         Duty("saving", store.save_in_steps, save_is_due, SAVE_RETRY_SECONDS),
         Duty("reclaiming", reclaimer.step, step_is_due),

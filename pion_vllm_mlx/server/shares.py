@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pion_vllm_mlx.errors import CommandError, OutOfMemory
 from pion_vllm_mlx.server.keyspace.changes import Change, Verb
@@ -282,22 +282,20 @@ class Shares:
         Sessions without a namespace leave in their turn, states without one at the end; those
         of lineages that are ``kept`` stay.
         """
-        state, now, seen = self._store.state, int(time.time()), set[bytes]()
+        state, now = self._store.state, int(time.time())
+        groups, states = set[bytes](), set[bytes]()
         for session in self._store.space.in_order_of(tenant):
             group = group_of(session.sid)
             if _lineage(group) in kept:
                 continue
             if group == session.sid:
                 yield drop_session(state, session, EVICTED, now)
-            elif group not in seen:
-                effects = drop_namespace(state, group, EVICTED, now)
-                seen |= {group, *_states_of(effects)}
-                yield effects
+            elif group not in groups:
+                groups.add(group)
+                yield _once(drop_namespace(state, group, EVICTED, now), states)
         for sid in self.states.names.get(tenant, ()):
-            if _lineage(sid) not in kept and sid not in seen:
-                effects = drop_namespace(state, sid, EVICTED, now)
-                seen.update(_states_of(effects))
-                yield effects
+            if _lineage(sid) not in kept and sid not in states:
+                yield _once(drop_namespace(state, sid, EVICTED, now), states)
 
     def _freed(self, effects: Sequence[Record]) -> int:
         sessions = (sid for effect in effects for sid in changed_sids(effect))
@@ -346,6 +344,18 @@ class Shares:
 def _lineage(sid: bytes) -> bytes:
     """What sides, states and checkpoints of one namespace have in common."""
     return group_of(sid).partition(b"@")[0]
+
+
+def _once(effects: Iterable[Record], states: set[bytes]) -> list[Record]:
+    """Effects without the states that left with another namespace; ``states`` gets the others."""
+    found: list[Record] = []
+    for effect in effects:
+        if isinstance(effect, DropStates):
+            effect = replace(effect, sids=tuple(sid for sid in effect.sids if sid not in states))
+            states.update(effect.sids)
+        if not isinstance(effect, DropStates) or effect.sids:
+            found.append(effect)
+    return found
 
 
 def _states_of(effects: Iterable[Record]) -> list[bytes]:

@@ -187,6 +187,18 @@ def test_files_of_a_dropped_namespace_go_at_once(folder: Path) -> None:
     assert content_of(folder, NO_LOG) == {}
 
 
+@pytest.mark.parametrize("sid", ["s", "s_pk", "s_pv"])
+def test_files_of_dropped_states_go_at_once_whatever_their_name_ends_in(
+    folder: Path, sid: str
+) -> None:
+    with Driver(folder, NO_LOG) as driver:
+        driver.ask(*state(sid, 0, 70_000))
+        saved(driver)
+        driver.ask(*state(sid, 0, 70_000, 1))
+        driver.ask("SSM.PREFIX.DROP", sid)
+        assert segment_files(folder) == set()
+
+
 @pytest.mark.parametrize("gone", ["a", "b"])
 def test_rows_that_two_namespaces_share_stay_for_the_one_that_is_there_still(
     folder: Path, gone: str

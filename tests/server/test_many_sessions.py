@@ -229,6 +229,54 @@ def test_who_has_most_gives_first_also_where_its_pins_were_taken_back_since_the_
         assert gone == [first + b"_pk", first + b"_pv"]
 
 
+def of_tenant(driver: Driver) -> int:
+    """Bytes of a tenant's states and rows."""
+    state = driver.store.state
+    blobs = [b for sid, s in state.states.items() if sid.startswith(b"t:") for b in s.values()]
+    mine = (one for sid, one in state.sessions.items() if sid.startswith(b"t:"))
+    return sum(blob.length for blob in blobs) + sum(session.row_bytes() for session in mine)
+
+
+@pytest.mark.parametrize("look", [False, True], ids=["no look at hand", "a look at hand"])
+def test_a_session_without_a_namespace_makes_room_in_its_quota_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: bool
+) -> None:
+    monkeypatch.setattr(MANY, 4)
+    quota = 200 << 10
+    with Driver(tmp_path, Options(quota=quota)) as driver:
+        admins(driver, 8)
+        driver.ask("V.CREATE", "lone", 16, "VQUANT", "fp16")
+        driver.ask("SSM.PREFIX.STORE", "kept", 0, bytes(120 << 10))
+        driver.ask("V.STOREBATCH", "lone", 0, 0, 1920, bytes(1920 * 2 * 16), "FMT", "F16")
+        if look:
+            driver.store.space.look()
+        with pytest.raises(CommandError, match="quota"):
+            driver.ask("SSM.PREFIX.STORE", "kept", 1, bytes(100 << 10))
+        assert of_tenant(driver) == (120 << 10) + 1920 * 2 * 16
+
+
+def test_states_of_two_namespaces_make_room_in_their_quota_once(tmp_path: Path) -> None:
+    with Driver(tmp_path, Options(quota=200 << 10)) as driver:
+        driver.ask("SSM.PREFIX.STORE", "kept", 0, bytes(120 << 10))
+        driver.ask("SSM.PREFIX.STORE", "a@4", 0, bytes(60 << 10))
+        driver.ask("SSM.PREFIX.STORE", "a", 0, bytes(1 << 10))
+        with pytest.raises(CommandError, match="quota"):
+            driver.ask("SSM.PREFIX.STORE", "kept", 1, bytes(100 << 10))
+        assert of_tenant(driver) == 181 << 10
+
+
+def test_a_checkpoint_that_is_a_namespace_too_leaves_though_its_own_left_before(
+    tmp_path: Path,
+) -> None:
+    with Driver(tmp_path, Options(quota=200 << 10)) as driver:
+        store(driver, "a", 100)
+        store(driver, "a@4", 900)
+        driver.ask("SSM.PREFIX.STORE", "a@4", 0, bytes(1 << 10))
+        driver.ask("SSM.PREFIX.STORE", "new", 0, bytes(150 << 10))
+        assert of_tenant(driver) == 150 << 10
+        assert set(driver.store.state.sessions) == set()
+
+
 def test_pins_that_a_larger_budget_protects_are_protected_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -210,15 +210,16 @@ def _live_bytes(state: State, segments: Sequence[Segment]) -> dict[str, _Live]:
     }
 
 
-def _wasteful(state: State, folder: SegmentFolder, group: bytes) -> list[Segment]:
+def _wasteful(state: State, folder: SegmentFolder, group: bytes) -> list[tuple[Segment, int]]:
     """Segments of a group of which more than half is dead, and nobody writes to.
 
-    Holes are not counted as dead, whether the file system has holes or not.
+    With the bytes that live in each. Holes are not counted as dead, whether the file system has
+    holes or not.
     """
     segments = [s for s in folder.of_group(group) if s.uses and not s.writers]
     live = _live_bytes(state, segments)
     prepare_segments(state, group, [segment for segment in segments if not segment.sealed])
-    found = []
+    found: list[tuple[Segment, int]] = []
     for segment in segments:
         spaced, dense = live[segment.name]
         if segment.sealed:
@@ -227,8 +228,13 @@ def _wasteful(state: State, folder: SegmentFolder, group: bytes) -> list[Segment
             size = segment.tail - segment.data_start
         dead = min(size - spaced, segment.disk_bytes() - dense)
         if dead > max(MIN_DEAD_BYTES, dense):
-            found.append(segment)
+            found.append((segment, spaced))
     return found
+
+
+def room_for(state: State, folder: SegmentFolder, group: bytes) -> int:
+    """Bytes that are there twice before the mostly dead segments of a group are gone."""
+    return sum(live for _, live in _wasteful(state, folder, group))
 
 
 def _stretches(extents: Sequence[Extent], chosen: Sequence[bool]) -> Iterator[list[Extent]]:
@@ -274,14 +280,14 @@ def _merging(extents: Sequence[Extent]) -> list[bool]:
 
 
 def _layer_copies(
-    state: State, session: Session, layer: int, wasteful: set[str], limit: int
+    state: State, session: Session, layer: int, wasteful: set[str], limit: int, merge: bool
 ) -> Iterator[RowsCopy]:
     rows = session.layers[layer]
     extents = rows.extents
     leaving = [
         isinstance(e.run.place, InSegment) and e.run.place.segment.name in wasteful for e in extents
     ]
-    merging = _merging(extents)
+    merging = _merging(extents) if merge else [False] * len(extents)
     for index, extent in enumerate(extents):
         sharers = _sharers(state, session, layer, extent) if leaving[index] else ()
         if sharers:
@@ -294,18 +300,20 @@ def _layer_copies(
             yield RowsCopy(session, layer, extents, at_row, min(at_row + step, end))
 
 
-def plan(state: State, folder: SegmentFolder, group: bytes, limit: int) -> list[Copy]:
+def plan(
+    state: State, folder: SegmentFolder, group: bytes, limit: int, *, merge: bool = True
+) -> list[Copy]:
     """What is worth copying in a group, about ``limit`` bytes of it; empty when it is tidy.
 
-    On the event loop. Reads no rows.
+    ``merge``: too many short runs are, too, wherever they lie. On the event loop. Reads no rows.
     """
-    segments = _wasteful(state, folder, group)
+    segments = [segment for segment, _ in _wasteful(state, folder, group)]
     wasteful = {segment.name for segment in segments}
     guests = (guest for segment in segments for guest in segment.guests)
     copies: list[Copy] = []
     total = 0
     for one in dict.fromkeys((group, *guests)):
-        for copy in _all_copies(state, one, wasteful, limit):
+        for copy in _all_copies(state, one, wasteful, limit, merge):
             if copies and total + copy.nbytes > limit:
                 return copies
             copies.append(copy)
@@ -316,10 +324,12 @@ def plan(state: State, folder: SegmentFolder, group: bytes, limit: int) -> list[
     return copies
 
 
-def _all_copies(state: State, group: bytes, wasteful: set[str], limit: int) -> Iterator[Copy]:
+def _all_copies(
+    state: State, group: bytes, wasteful: set[str], limit: int, merge: bool
+) -> Iterator[Copy]:
     for session in sessions_of(state, group):
         for layer in session.layers:
-            yield from _layer_copies(state, session, layer, wasteful, limit)
+            yield from _layer_copies(state, session, layer, wasteful, limit, merge)
     for layer, blob in state.states.get(group, {}).items():
         if isinstance(blob.place, InSegment) and blob.place.segment.name in wasteful:
             yield StateCopy(group, layer, blob)

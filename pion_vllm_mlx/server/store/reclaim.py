@@ -3,6 +3,7 @@
 The state names the groups that got untidy: something in them died, or their runs are many.
 A step copies one group's live bytes out of segments that are mostly dead (``compaction``);
 then these go. When all is tidy, a step looks for rows that are stored twice (``sharing``).
+Who needs room has dead bytes given back at once, as far as what is copied for it fits.
 While it copies nobody waits; the write lock is held as for any store.
 """
 
@@ -14,7 +15,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from pion_vllm_mlx.server.store.compaction import Job, RowsCopy, plan
+from pion_vllm_mlx.server.store.compaction import Job, RowsCopy, plan, room_for
 from pion_vllm_mlx.server.store.records import Record
 from pion_vllm_mlx.server.store.sharing import Sharer
 from pion_vllm_mlx.server.store.store import Store
@@ -38,6 +39,8 @@ class Reclaimer:
         self.store = store
         self._sharer = Sharer(store)
         self._one_at_a_time = asyncio.Lock()
+        #: that gave no room when somebody needed it; a quiet moment looks at them again
+        self._later: dict[bytes, None] = {}
         budget = store.space.disk_budget
         # for a moment what is copied is there twice
         part = max(_LEAST_STEP_BYTES, budget // 64) if budget else STEP_BYTES
@@ -55,20 +58,48 @@ class Reclaimer:
         if store.space.emptied.segments():
             # the flush that they wait for has failed
             await store.flush()
-        if await self.tidy():
-            return True
+        async with self._one_at_a_time:
+            if not store.saver.binds() and await self._tidy():
+                return True
         if store.state.untidy or not store.config.share_equal:
             return False
         return await _to_its_end(self._sharer.step())
 
-    async def tidy(self) -> bool:
-        """As ``step``, of dead bytes alone: also for who needs room at once."""
+    async def make_room(self, nbytes: int) -> None:
+        """Gives dead bytes back until ``nbytes`` fit the disk budget, or no more can be.
+
+        Raises CommandError or OSError when the disk refuses.
+        """
+        state, space = self.store.state, self.store.space
+        looked_at = time.monotonic()
         async with self._one_at_a_time:
-            return not self.store.saver.binds() and await self._tidy()
+            while state.untidy and space.excess(nbytes) > 0 and not self.store.saver.binds():
+                group = next(iter(state.untidy))
+                del state.untidy[group]
+                self._later[group] = None
+                await self._give_back(group)
+                if time.monotonic() > looked_at + _LOOK_SECONDS:
+                    await asyncio.sleep(0)
+                    looked_at = time.monotonic()
+
+    async def _give_back(self, group: bytes) -> None:
+        """Rewrites the mostly dead segments of a group, where they fit beside what is there."""
+        store = self.store
+        if room_for(store.state, store.segments, group) > -store.space.excess(0):
+            return
+        while not store.saver.binds():
+            step = self._step_bytes
+            copies = plan(store.state, store.segments, group, step, merge=False)
+            if not copies:
+                return
+            await _to_its_end(self._carry_out(Job.begin(store.segments, copies)))
 
     async def _tidy(self) -> bool:
         store = self.store
         untidy, ends_at = store.state.untidy, time.monotonic() + _LOOK_SECONDS
+        if not untidy:
+            untidy.update(self._later)
+            self._later.clear()
         while untidy and time.monotonic() < ends_at:
             group = next(iter(untidy))
             del untidy[group]

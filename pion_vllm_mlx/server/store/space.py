@@ -190,7 +190,8 @@ class Space:
     def leaving(self, effects: Iterable[Record]) -> Leaving:
         """What evictions among these effects will have made leave. Before they are applied."""
         drops = [effect for effect in effects if isinstance(effect, (Drop, DropStates))]
-        groups = {group_of(sid) for drop in drops for sid in drop.sids}
+        # a snapshot knows rows by their namespace, states by their own name
+        groups = {name for drop in drops for sid in drop.sids for name in (sid, group_of(sid))}
         gone = [drop for drop in drops if drop.reason == EVICTED]
         sessions = {sid for one in gone if isinstance(one, Drop) for sid in one.sids}
         count = sum(sid in self.state.sessions for sid in sessions)
@@ -290,11 +291,13 @@ class Space:
             self.standing = Standing.look(self.state, self.policy, self.pin_limits, MANY)
 
     def in_order_of(self, owner: bytes) -> Iterator[Session]:
-        """An owner's sessions in the order they should leave, some of them twice."""
-        standing = self._standing()
-        if standing is not None:
-            yield from standing.of(owner)
-        sids = self.policy.held_by(owner, self.state)
+        """An owner's sessions in the order they should leave, each once."""
+        standing, given = self._standing(), set[bytes]()
+        for session in standing.of(owner) if standing is not None else ():
+            if session.sid not in given:
+                given.add(session.sid)
+                yield session
+        sids = [sid for sid in self.policy.held_by(owner, self.state) if sid not in given]
         yield from self.policy.order([self.state.sessions[sid] for sid in sids])
 
     def _look_again(self) -> None:

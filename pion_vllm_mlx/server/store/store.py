@@ -58,8 +58,8 @@ async def _nothing_to_give() -> None:
     return
 
 
-async def _nothing_dead() -> bool:
-    return False
+async def _nothing_dead(nbytes: int) -> None:
+    """Of a store that nobody reclaims."""
 
 
 class Store:
@@ -99,8 +99,8 @@ class Store:
         self.on_effects: Callable[[Sequence[Record]], None] = lambda effects: None
         #: saves what counts beside prefixes, where that gives much back
         self.give_back: Callable[[], Awaitable[None]] = _nothing_to_give
-        #: gives some dead bytes back; whether there were any
-        self.tidy: Callable[[], Awaitable[bool]] = _nothing_dead
+        #: gives dead bytes back, for so many that are to fit
+        self.tidy: Callable[[int], Awaitable[None]] = _nothing_dead
         found.state.compares = config.share_equal
         if not config.share_equal:
             found.state.unshared.clear()
@@ -264,8 +264,7 @@ class Store:
     async def _tidied(self, nbytes: int) -> None:
         """What is dead goes before anybody does."""
         with suppress(CommandError, OSError):  # then others leave
-            while self.space.excess(nbytes) > 0 and await self.tidy():
-                pass
+            await self.tidy(nbytes)
 
     async def make_room_locked(self, nbytes: int) -> None:
         """As ``make_room``, by eviction alone. Under the write lock."""
