@@ -276,7 +276,7 @@ def _sort(note: Finding, worker: int, report: Report) -> None:
                 report.repairs.append(f"{what} are set aside, not deleted")
             else:
                 report.damage.append(f"{what} are there, and no log or snapshot that could")
-                report.starts.append(f"{what} are set aside, not deleted")
+                report.starts.append(f"{what} are set aside; one with --no-wal deletes them")
 
 
 def _read_everything(found: Recovered, report: Report) -> None:
