@@ -73,26 +73,30 @@ class Reclaimer:
         state, space = self.store.state, self.store.space
         looked_at = time.monotonic()
         async with self._one_at_a_time:
-            while state.untidy and space.excess(nbytes) > 0 and not self.store.saver.binds():
+            short = space.excess(nbytes) > 0
+            while short and state.untidy and not self.store.saver.binds():
                 group = next(iter(state.untidy))
                 del state.untidy[group]
                 self._later[group] = None
-                await self._give_back(group)
+                if await self._give_back(group):
+                    short = space.excess(nbytes) > 0
                 if time.monotonic() > looked_at + _LOOK_SECONDS:
                     await asyncio.sleep(0)
                     looked_at = time.monotonic()
 
-    async def _give_back(self, group: bytes) -> None:
+    async def _give_back(self, group: bytes) -> bool:
         """Rewrites the mostly dead segments of a group, where they fit beside what is there."""
         store = self.store
-        if room_for(store.state, store.segments, group) > -store.space.excess(0):
-            return
+        needed = room_for(store.state, store.segments, group)
+        if not needed or needed > -store.space.excess(0):
+            return False
         while not store.saver.binds():
             step = self._step_bytes
             copies = plan(store.state, store.segments, group, step, merge=False)
             if not copies:
-                return
+                break
             await _to_its_end(self._carry_out(Job.begin(store.segments, copies)))
+        return True
 
     async def _tidy(self) -> bool:
         store = self.store
