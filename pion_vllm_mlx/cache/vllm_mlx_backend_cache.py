@@ -31,7 +31,6 @@ from pion_vllm_mlx.cache.vllm_mlx_backend_kinds import are_known, cache_kinds
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Counters, LookedUp, Lookup, Miss
 from pion_vllm_mlx.cache.vllm_mlx_backend_restore import restore
 from pion_vllm_mlx.cache.vllm_mlx_backend_settings import UNEXPECTED, BackendSettings, guarded
-from pion_vllm_mlx.config import ClientSwitches
 from pion_vllm_mlx.errors import PionError, UnsupportedCache
 
 __all__ = ["UNEXPECTED", "BackendSettings", "PionPrefixCache"]
@@ -50,15 +49,9 @@ class PionPrefixCache:
         """``config`` is vllm-mlx's MemoryCacheConfig: the budget of the in-process tier."""
         self.settings = settings
         self.model = model
-        limit = int(config.compute_memory_limit()) if settings.keep_live else 0
-        whole_only = settings.options is not None and not (
-            settings.options.checkpoints and ClientSwitches.from_environment().lineage
-        )
         self.spread = Spread()
         self._beside = Beside(self.spread.pace)
-        self._live = UnwrittenTier(
-            limit, int(config.max_entries), discard=self._discard, whole_only=whole_only
-        )
+        self._live = settings.live_tier(config, self._discard)
         self._store: LineageStore | None = None
         self._store_opened = False
         self._counters = Counters()
@@ -112,8 +105,10 @@ class PionPrefixCache:
         del evict_prefixes
         if self.settings.keeps_nothing:
             return False
-        with self.blocking.measured("keep"):  # with its reply, which was counted
-            return self._keep(tokens, cache, "final", stays=self._live.whole_only)
+        # a batch's scheduler comes here with a reply, that of image models with a prompt
+        with self.blocking.measured("keep"):
+            stays = self.in_steps and self._live.whole_only
+            return self._keep(tokens, cache, "final", stays=stays)
 
     def remove(self, tokens: list[int], *, include_ssd: bool = False) -> bool:
         """Give up the live entry of exactly ``tokens``.  The store evicts by its own budget."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pion_vllm_mlx.cache.lineage import LineageOptions
+from pion_vllm_mlx.cache.live_unwritten import UnwrittenTier
+from pion_vllm_mlx.config import ClientSwitches
 from pion_vllm_mlx.errors import PionError
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,19 @@ class BackendSettings:
     def keeps_nothing(self) -> bool:
         """Whether nothing is ever reused."""
         return self.options is None and not self.keep_live
+
+    def live_tier(self, config: Any, discard: Callable[[list[Any]], None]) -> UnwrittenTier:
+        """What is kept in this process, within the budget of vllm-mlx's MemoryCacheConfig."""
+        options = self.options
+        parts = options is None or (
+            options.checkpoints and ClientSwitches.from_environment().lineage
+        )
+        return UnwrittenTier(
+            int(config.compute_memory_limit()) if self.keep_live else 0,
+            int(config.max_entries),
+            discard=discard,
+            whole_only=not parts,
+        )
 
 
 def guarded(call: Callable[[], T], otherwise: T) -> T:

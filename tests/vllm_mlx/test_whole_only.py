@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm_mlx", reason="vllm-mlx is not installed: make test-vllm-mlx")
 
+import mlx.core as mx  # noqa: E402
+from mlx_lm.models.cache import make_prompt_cache  # noqa: E402
+
 from pion_vllm_mlx.cache.lineage import LineageOptions  # noqa: E402
 from pion_vllm_mlx.cache.vllm_mlx_backend import (  # noqa: E402
     BackendSettings,
+    PionPrefixCache,
     install_vllm_mlx_backend,
 )
 from tests.conftest import RunningServer  # noqa: E402
-from tests.models import token_ids  # noqa: E402
+from tests.models import tiny_model, token_ids  # noqa: E402
 from tests.vllm_mlx.engines import Engine, running_engine  # noqa: E402
 from tests.vllm_mlx.families import FAMILIES  # noqa: E402
 
@@ -61,3 +67,29 @@ def test_with_the_switch_off_only_a_whole_kept_prompt_or_reply_is_reused(
         assert engine.cache.pion_stats()["restores"] > 0
     assert told == parts
     assert whole >= len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("lineage", ["1", "0"])
+def test_prompts_of_models_that_see_are_stored_with_lineages_and_without(
+    lineage: str, pion_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their scheduler hands over prompts where that of others hands over replies."""
+    monkeypatch.setenv("PION_LINEAGE", lineage)
+    model, prompt = tiny_model("llama"), token_ids(100, seed=900)
+    url = f"tcp://127.0.0.1:{pion_server.port}"
+    settings = BackendSettings(LineageOptions(url=url, deadline_seconds=30))
+
+    def opened() -> PionPrefixCache:
+        config = SimpleNamespace(compute_memory_limit=lambda: 10**8, max_entries=100)
+        return PionPrefixCache(model, config, settings)
+
+    cache, caches = opened(), make_prompt_cache(model)
+    model(mx.array([prompt]), cache=caches)
+    assert cache.store(prompt, caches)
+    assert cache.save_to_disk("")
+    cache.close()
+    after = opened()
+    found, rest = after.fetch([*prompt, 1, 2])
+    assert found is not None and rest == [1, 2]
+    assert after.pion_stats()["restores"] == 1
+    after.close()
