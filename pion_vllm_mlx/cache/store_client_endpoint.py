@@ -79,6 +79,10 @@ class BackOff:
     def succeeded(self) -> None:
         self._until = self._pause = 0.0
 
+    def ended(self) -> None:
+        """The pause is over; should the next try fail, the next one is twice as long."""
+        self._until = 0.0
+
 
 class Door:
     """A way into the server, and the pause that a failure begins."""
@@ -108,8 +112,11 @@ class Door:
         self._tried(lambda connection: None)
 
     def answered(self) -> None:
-        """The server is well, as somebody else found: it is asked again at once."""
-        self._back_off.succeeded()
+        """The server is alive, as somebody more patient found: it is asked again at once.
+
+        It may be too slow for those who come here: only what comes through proves otherwise.
+        """
+        self._back_off.ended()
 
     def _tried(self, call: Callable[[RespConnection], T]) -> T:
         self._back_off.check()

@@ -85,3 +85,28 @@ def test_a_store_that_has_written_something_is_asked_again_at_once(
     assert store.keep(ids, cache) and store.flush(30)
     assert store.match([*ids, 1]).length == 100
     store.close()
+
+
+def test_pauses_grow_where_a_store_writes_but_is_too_slow_for_those_who_look_up(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BackOff, "FIRST_SECONDS", 100.0)
+    monkeypatch.setattr(BackOff, "LONGEST_SECONDS", 1600.0)
+    store = opened(server, True)
+    door = store._front.endpoint.door
+    pauses = []
+    for seed in range(4):  # one write a request, each by somebody who waits as long as it takes
+        ids = prompt(100, 10 + seed)
+        cache = fresh_cache(tiny_model("llama"))
+        Engine(tiny_model("llama"), store).forward(ids, cache)
+        os.kill(server.pid, signal.SIGSTOP)
+        assert silent(store, ids)
+        os.kill(server.pid, signal.SIGCONT)
+        pauses.append(door._back_off._pause)
+        assert door.paused()
+        assert store.keep(ids, cache) and store.flush(30)
+        assert not door.paused(), "it is asked again at once"
+    assert pauses == [100.0, 200.0, 400.0, 800.0]
+    assert store.match([*ids, 1]).length == 100
+    assert not door._back_off._pause
+    store.close()
