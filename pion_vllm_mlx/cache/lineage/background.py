@@ -45,7 +45,8 @@ class Line:
 class Task:
     """Something to do; ``failed`` is told why it was not, ``over`` is called in either case.
 
-    Not so where the task is joined with another, or given up.
+    Not so where the task is given up. One that is joined with another leaves both to what ``join``
+    gives.
     """
 
     run: Callable[[], None]
@@ -158,7 +159,6 @@ class Background:
                 task = self._tasks.popleft()
                 self._busy = True
             self._run(task)
-            task.over()
             with self._changed:
                 empty = not self._tasks
             if empty:
@@ -172,12 +172,17 @@ class Background:
 
     def _run(self, task: Task) -> None:
         try:
-            task.run()
-        except PionError as error:
-            task.failed(error)
-        except Exception as error:  # noqa: BLE001  (the thread outlives whatever one task does)
-            log.exception("storing a prefix failed")
-            task.failed(error)
+            try:
+                task.run()
+            except PionError as error:
+                task.failed(error)
+            except Exception as error:  # noqa: BLE001  (the thread outlives whatever one task does)
+                log.exception("storing a prefix failed")
+                task.failed(error)
+            finally:
+                task.over()
+        except Exception:  # noqa: BLE001  (and those that are told what became of it)
+            log.exception("what became of a prefix could not be told")
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -222,10 +222,14 @@ class Kept(Stored):
             self._write(Job(ids, kind, what.captured(), key.identity, key.names, what.anchor))
 
         def with_former(former: _Waiting) -> Task:
+            def over() -> None:
+                former.over()
+                what.over()
+
             both = _Waiting(
                 lambda: together(former.captured(), what.captured()),
                 former.anchor or what.anchor,
-                what.over,
+                over,
             )
             return self._task(ids, kind, both, reply)
 

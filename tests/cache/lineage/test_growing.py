@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -87,6 +89,36 @@ def test_what_waits_of_a_reply_does_not_grow_with_it_and_is_stored_whole(
     more, _ = Engine(model, None).generate([noted[-1]], 8, restored.caches)
     rest, _ = Engine(model, None).generate([whole[-1]], 7, cache)
     assert more == [tokens[-1], *rest]
+
+
+def test_all_are_told_whose_parts_of_a_reply_were_stored_as_one(opened: Opener) -> None:
+    model = tiny_model("llama")
+    store = opened(model, key_parts={"t": "told"})
+    engine, ids, cache = Engine(model, store), prompt(40, 61), fresh_cache(model)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    store._in_background(slow)
+    assert begun.wait(30)
+    told: list[int] = []
+    start = 0
+    for end in (20, 30, 40):
+        engine.prefill(ids, start, end, cache)
+        start = end
+        known = np.array(ids[:end], np.uint32)
+        grown = store.growing(known, cache, end)
+        assert grown is not None
+        mx.eval(grown.taken.arrays)
+        taken = replace(grown.taken, over=partial(told.append, end))
+        assert store.grew(known, replace(grown, taken=taken), model)
+    assert store._background.waiting == 2 and not told
+    go_on.set()
+    assert store.flush(60)
+    assert sorted(told) == [20, 30, 40]
+    assert opened(model, key_parts={"t": "told"}).match([*ids, 1]).length == 40
 
 
 def test_what_two_replies_are_to_store_stays_apart(opened: Opener) -> None:
@@ -178,6 +210,30 @@ def test_rows_taken_one_after_the_other_are_together_what_is_taken_at_once(
                 assert blob.tobytes() == held.encoded(start, end, leaves[held.layer]).tobytes()
     cut = [one.until(61) for one in found.rows]
     assert {one.end for one in cut} <= {60, 61}
+
+
+@pytest.mark.parametrize("fails", ["over", "failed", "both"])
+def test_the_thread_goes_on_whatever_those_raise_that_are_told(
+    fails: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    background = Background(1 << 20, lambda: None)
+    done: list[str] = []
+
+    def raising(name: str, given: BaseException | None = None) -> None:
+        done.append(name)
+        if fails in (name, "both"):
+            raise ValueError(name)
+
+    def run() -> None:
+        raise OSError("no room")
+
+    task = Task(run, partial(raising, "failed"), 1, over=partial(raising, "over"))
+    assert background.put(task) and background.flush(30)
+    assert background.put(Task(partial(done.append, "next"), lambda error: None, 1))
+    assert background.flush(30) and background.waiting_bytes == 0
+    assert done == ["failed", "over", "next"]
+    assert "could not be told" in caplog.text
+    background.close(1)
 
 
 @pytest.mark.parametrize("seed", range(20))
