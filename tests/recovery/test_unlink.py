@@ -171,7 +171,7 @@ def test_an_upload_that_breaks_off_in_an_emptied_segment_is_no_refusal_of_the_di
             store.space.release(region)
 
         with (
-            mock.patch.object(store.space, "excess", side_effect=[1, 1, 1, 1, 0]),
+            mock.patch.object(store.space, "excess", side_effect=[1, 1, 1, 0]),
             mock.patch.object(store, "close_retired", breaks_off),
         ):
             driver.loop.run_until_complete(store.make_room(1))
