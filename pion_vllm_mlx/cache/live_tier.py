@@ -97,6 +97,7 @@ class LiveTier:
     rejections: int = 0
     discard: Callable[[list[mx.array]], None] = field(default=lambda arrays: None)
     whole_only: bool = False
+    most_states: int = MAX_CHECKPOINTS
     _entries: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
     _all: list[bytes] = field(default_factory=list)
     _sliceable: list[bytes] = field(default_factory=list)
@@ -238,10 +239,10 @@ class LiveTier:
             self._share_rows(name, entry)
             if self._entries[name].kind != "anchor":
                 states.append(name)
-        surplus = len(states) + 1 - MAX_CHECKPOINTS
+        surplus = len(states) + 1 - self.most_states
         if entry.kind != "anchor" and surplus > 0:
             for name in self._least_useful(states[::-1], entry.kind)[:surplus]:
-                self._delete(name)
+                self._give_up(name)
 
     def _share_rows(self, name: bytes, longer: Entry) -> None:
         """Have the entry ``name`` use the rows of ``longer``, which continues it."""

@@ -2,24 +2,38 @@
 
 Between the end of a reply and the moment when its rows are in the store they may have to go from
 memory, where that is small: nobody would find them.  So they are set aside until then.  That
-costs next to nothing: what waits to be written has hold of the same arrays.
+costs next to nothing where what waits to be written has hold of the same arrays.  It has copies
+under CUDA, and of caches that somebody else may write to: what is set aside is held twice then.
 """
 
 from __future__ import annotations
 
+import sys
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 from typing import Any
 
-from pion_vllm_mlx.cache.live_tier import Entry, LiveHit, LiveTier, Tokens, common_tokens, encode
+import mlx.core as mx
 
-#: beyond a tier's own budget, for what waits to be written: as much as may wait.
-ASIDE_BYTES = 2 * 10**9
+from pion_vllm_mlx.cache.lineage.lending import can_be_lent
+from pion_vllm_mlx.cache.live_tier import (
+    TOKEN_BYTES,
+    Entry,
+    LiveHit,
+    LiveTier,
+    Tokens,
+    common_tokens,
+    encode,
+)
+
+Schedule = Callable[[list[mx.array]], object]
 
 
 class _Aside(LiveTier):
-    """What another tier gives up."""
+    """What another tier gives up, however many states of one conversation."""
 
     def adopt(self, key: bytes, entry: Entry) -> None:
         """Keeps an entry, where there is room; the arrays are the same ones."""
@@ -31,11 +45,14 @@ class _Aside(LiveTier):
             self._insert(key, own)
             self._shrink(keep=key)
 
-    def forget(self, key: bytes) -> None:
-        """Gives an entry up, if there is one."""
+    def forget(self, key: bytes, waiting: Collection[bytes]) -> None:
+        """Gives up what was here for ``key`` alone, and for none of those that are ``waiting``."""
         with self._lock:
-            if key in self._entries:
-                self._delete(key)
+            at = bisect_left(self._all, key)
+            those = takewhile(lambda name: name.startswith(key), islice(self._all, at, None))
+            for name in list(those):
+                if not any(gives(name, self._entries[name], other) for other in waiting):
+                    self._delete(name)
 
     def has(self, key: bytes) -> bool:
         return key in self._entries
@@ -46,28 +63,42 @@ class UnwrittenTier(LiveTier):
     """A tier with a second one behind it, for what is given up while it waits to be written.
 
     That one holds ``aside_bytes`` at most, the least recently used given up first, and counts by
-    itself: what is kept in ``budget_bytes`` is not less for it. Without a budget nothing is kept
-    here, either.
+    itself: what is kept in ``budget_bytes`` is not less for it. They are to be as many as may
+    wait. Without a budget nothing is kept here, either.
     """
 
-    aside_bytes: int = ASIDE_BYTES
+    aside_bytes: int = 0
     _held: Counter[bytes] = field(default_factory=Counter)
     _aside: _Aside = field(init=False)
 
     def __post_init__(self) -> None:
         room = self.aside_bytes if self.budget_bytes else 0
-        self._aside = _Aside(room, discard=self.discard, whole_only=self.whole_only)
+        self._aside = _Aside(
+            room, discard=self.discard, whole_only=self.whole_only, most_states=sys.maxsize
+        )
 
-    def hold(self, tokens: Tokens, caches: Sequence[Any], kind: str) -> Callable[[], None]:
+    def hold(
+        self,
+        tokens: Tokens,
+        caches: Sequence[Any],
+        kind: str,
+        schedule: Schedule,
+        *,
+        given: bool = True,
+    ) -> Callable[[], None]:
         """Keeps what was ``put`` until it is written, or will not be, in whichever tier has room.
 
-        What comes back is to be called then, on any thread; again it does nothing.
+        What comes back is to be called then, on any thread; again it does nothing. ``given`` is
+        what is told to those who write: whether they may take these arrays, which are computed
+        with theirs then. ``schedule`` has them computed where they take copies.
         """
         key = encode(tokens)
+        if given and can_be_lent():
+            schedule = _with_theirs
         with self._lock:
             self._held[key] += 1
             if not self._covered(key):  # there was no room for it, or there is none any more
-                self._aside.put(tokens, caches, kind, schedule=_scheduled_elsewhere)
+                self._aside.put(tokens, caches, kind, schedule=schedule)
         held = [key]
 
         def release() -> None:
@@ -130,16 +161,22 @@ class UnwrittenTier(LiveTier):
         return key in self._entries or self._aside.has(key)
 
     def _give_up(self, key: bytes) -> None:
-        if self._held[key]:
-            self._aside.adopt(key, self._entries[key])
+        entry = self._entries[key]
+        if any(gives(key, entry, other) for other in self._held):
+            self._aside.adopt(key, entry)
         self._delete(key)
 
     def _release(self, key: bytes) -> None:
         self._held[key] -= 1
         if self._held[key] <= 0:
             del self._held[key]
-            self._aside.forget(key)
+            self._aside.forget(key, self._held)
 
 
-def _scheduled_elsewhere(arrays: list[Any]) -> None:
+def gives(name: bytes, entry: Entry, key: bytes) -> bool:
+    """Whether the entry ``name`` can be cut to ``key``."""
+    return name == key or (name.startswith(key) and entry.floor * TOKEN_BYTES <= len(key))
+
+
+def _with_theirs(arrays: list[mx.array]) -> None:
     """They are computed with what is to be written."""

@@ -231,7 +231,7 @@ class PionPrefixCache:
             if store is not None and stores:
                 # what a batch hands over is nobody else's; an image model's may be written to
                 given, add = self.in_steps, self.spread.add
-                over = self._live.hold(tokens, caches, kind)
+                over = self._live.hold(tokens, caches, kind, add, given=given)
                 steps = store.keeping(tokens, caches, kind, given=given, schedule=add, over=over)
                 self.spread.store(steps, self.blocking, guarded)
             if not self.in_steps:

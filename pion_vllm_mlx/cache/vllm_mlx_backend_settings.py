@@ -57,6 +57,7 @@ class BackendSettings:
             int(config.max_entries),
             discard=discard,
             whole_only=not parts,
+            aside_bytes=options.queue_bytes if options is not None else 0,
         )
 
 

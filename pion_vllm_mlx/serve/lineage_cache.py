@@ -117,6 +117,7 @@ class LineageCache:
             self._limits.live_entries(states),
             discard=self._beside.drop,
             whole_only=store.whole_only,
+            aside_bytes=self._options.queue_bytes,
         )
         self.prefilling = Rate(store=store)
         self._tiers = Tiers(store, self._live, recurrent(make_prompt_cache(model)))
@@ -354,7 +355,7 @@ class LineageCache:
         # So do replies where no part of what is stored is used: their prompt would be one.
         if not (reply and (tiers.recurrent or tiers.store.whole_only)):
             schedule = self.spread.add
-            over = tiers.live.hold(ids, caches, kind)
+            over = tiers.live.hold(ids, caches, kind, schedule)
             steps = tiers.store.keeping(ids, caches, kind, given=True, schedule=schedule, over=over)
             self.spread.store(steps, self.blocking, guarded)
 

@@ -127,6 +127,14 @@ def test_more_than_may_be_set_aside_is_missed_and_said_to_wait(server: RunningSe
     cache.close()
 
 
+def test_as_much_is_set_aside_as_may_wait_to_be_written(server: RunningServer) -> None:
+    options = LineageOptions(url=f"tcp://127.0.0.1:{server.port}", queue_bytes=12345)
+    cache = LineageCache(options, CacheLimits(num_bytes=1000))
+    cache.attach(tiny_model("llama"), None)
+    assert cache._live._aside.budget_bytes == 12345
+    cache.close()
+
+
 def failing(cache: LineageCache, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: object) -> None:
         raise OSError("no room on the disk")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,3 +56,10 @@ def test_what_waits_to_be_written_is_found_where_memory_has_no_room_for_it(
         assert engine.cache.save_to_disk("")
         assert engine.cache.pion_stats()["unwritten_bytes"] == 0
         assert 0 < engine.cache._current_memory <= 1 << 20
+
+
+def test_as_much_is_set_aside_as_may_wait_to_be_written() -> None:
+    config = SimpleNamespace(compute_memory_limit=lambda: 1000, max_entries=10)
+    for options, most in [(LineageOptions(queue_bytes=12345), 12345), (None, 0)]:
+        tier = BackendSettings(options).live_tier(config, lambda arrays: None)
+        assert (tier.budget_bytes, tier._aside.budget_bytes) == (1000, most)
