@@ -1,23 +1,12 @@
-"""What the store has of a prompt, read, and kept in this process from then on.
-
-A state and a full window can be cut nowhere, so that the end of the reply, which is kept, does
-not give the prompt again: without what was restored the next exact repeat would read the store.
-Nothing is copied: memory holds the arrays that the request gets, by handles of its own.
-"""
+"""What the store has of a prompt, read, and kept in this process from then on."""
 
 from __future__ import annotations
 
-import logging
-
-from pion_vllm_mlx.cache.handles import owned
-from pion_vllm_mlx.cache.lineage import LineageStore, Restored
+from pion_vllm_mlx.cache.lineage import LineageStore
 from pion_vllm_mlx.cache.lineage.missed import NOT_RESTORED
+from pion_vllm_mlx.cache.live_restored import keep_restored
 from pion_vllm_mlx.cache.live_unwritten import UnwrittenTier
-from pion_vllm_mlx.cache.pace import between_pieces
 from pion_vllm_mlx.cache.vllm_mlx_backend_lookup import Lookup
-from pion_vllm_mlx.errors import UnsupportedCache
-
-log = logging.getLogger(__name__)
 
 
 def restore(lookup: Lookup, held: int, store: LineageStore, live: UnwrittenTier) -> None:
@@ -43,14 +32,4 @@ def restore(lookup: Lookup, held: int, store: LineageStore, live: UnwrittenTier)
         lookup.why = NOT_RESTORED
         return
     lookup.restored = restored
-    kind = match.checkpoint.kind if match.checkpoint is not None else "final"
-    _keep(lookup, restored, kind, live)
-
-
-def _keep(lookup: Lookup, restored: Restored, kind: str, live: UnwrittenTier) -> None:
-    """Has memory hold what was restored, under its budget; ``kind`` is that of its checkpoint."""
-    between_pieces()
-    try:
-        live.put(lookup.ids[: restored.length], owned(restored.caches), kind)
-    except UnsupportedCache as reason:
-        log.debug("not kept in memory: %s", reason)
+    keep_restored(lookup.ids, restored, match, live)

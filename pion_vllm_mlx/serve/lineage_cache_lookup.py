@@ -11,11 +11,10 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from pion_vllm_mlx.cache.handles import owned
-from pion_vllm_mlx.cache.lineage import LineageStore, Restored
+from pion_vllm_mlx.cache.lineage import LineageStore
 from pion_vllm_mlx.cache.lineage.missed import NOT_RESTORED
+from pion_vllm_mlx.cache.live_restored import keep_restored
 from pion_vllm_mlx.cache.live_unwritten import UnwrittenTier
-from pion_vllm_mlx.errors import UnsupportedCache
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan
 
 MAX_JOURNALS = 10_000
@@ -57,14 +56,6 @@ class Tiers:
         if plan.match is not None and not self._restore(plan, held):
             plan.resume, plan.why = [], NOT_RESTORED
 
-    def keep_live(self, plan: Plan, restored: Restored) -> None:
-        """Keeps restored caches in memory too."""
-        tokens = [*plan.tokens, *plan.resume][: restored.length]
-        try:
-            self.live.put(tokens, owned(restored.caches))
-        except UnsupportedCache:
-            return
-
     # -- inside -----------------------------------------------------------------
 
     def _is_new(self, journal: str) -> bool:
@@ -96,5 +87,6 @@ class Tiers:
         if plan.resume and restored.length != plan.size + len(plan.resume) - 1:
             return False
         plan.restored = restored
-        self.keep_live(plan, restored)
+        tokens = [*plan.tokens, *plan.resume]
+        keep_restored(tokens, restored, plan.match, self.live)
         return True

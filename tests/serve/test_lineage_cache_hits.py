@@ -196,6 +196,21 @@ def test_what_a_look_up_found_is_not_lost_to_others_until_it_is_used(
     cache.close()
 
 
+def test_what_was_restored_behind_a_system_prompt_is_given_up_last(server: RunningServer) -> None:
+    model, system = tiny_model("mamba"), token_ids(120, 30)
+    for restarted in (False, True):
+        cache = opened(server, model, "anchor", CacheLimits(1))
+        if not restarted:
+            cache.insert_cache("m", system, filled(model, system), cache_type="anchor")
+            cache.close()
+    assert looked_up(cache, [*system, *token_ids(40, 31)]).restored is not None
+    for seed in range(32, 42):
+        keep(cache, model, token_ids(40, seed))
+    assert cache.stats()["live_evictions"] > 0
+    assert looked_up(cache, [*system, *token_ids(40, 42)]).held == len(system)
+    cache.close()
+
+
 def test_more_that_became_live_meanwhile_is_taken_instead(server: RunningServer) -> None:
     model = tiny_model("llama")
     cache = opened(server, model, "more")
