@@ -130,30 +130,25 @@ class Spread:
     def _do_next(self, begun: bool) -> None:
         until = time.perf_counter() + SHORT_SECONDS
         while self._has_next(begun):
-            self._do(partial(self._next_job, begun))
+            self._do(self._next_job)
             if not self._ending or time.perf_counter() > until:
                 return
 
-    def _do(self, take: Callable[[], Then | None]) -> None:
+    def _do(self, take: Callable[[], Then]) -> None:
         """Does what ``take`` takes out of what waits; ``waiting`` counts it all the time."""
         self._doing += 1
         try:
-            if job := take():
-                job()
+            take()()
         finally:
             self._doing -= 1
 
     def _has_next(self, begun: bool) -> bool:
         return bool(self._ending or (not begun and (self._jobs or self._storing)))
 
-    def _next_job(self, begun: bool) -> Then | None:
+    def _next_job(self) -> Then:
         if self._ending:
             return self._ending.popleft()
-        if begun:
-            return None
-        if self._jobs:
-            return self._jobs.popleft()[1]
-        return self._storing.popleft() if self._storing else None
+        return self._jobs.popleft()[1] if self._jobs else self._storing.popleft()
 
     def carrying(self, make_sampler: Callable[..., Sampler]) -> Callable[..., Sampler]:
         """``make_sampler``, whose samplers' tokens carry pieces."""
@@ -195,7 +190,7 @@ class Spread:
         """Does and schedules all that waits: nobody is held up."""
         self.pace.ended()
         while self._has_next(begun=False):
-            self._do(partial(self._next_job, begun=False))
+            self._do(self._next_job)
         arrays = [array for part in self._parts for array in part.arrays]
         for part in self._parts:  # first: what cannot be computed is not tried again
             part.arrays.clear()

@@ -96,7 +96,8 @@ def test_no_other_thread_of_python_gets_in_between_while_a_long_prompt_is_kept(
         with waiting_for_the_interpreter() as ran:
             before = ran()
             cache.insert_cache("m", seen, held, cache_type="final")
-            while job := cache.spread._next_job(begun=False):
+            while cache.spread._has_next(begun=False):
+                job = cache.spread._next_job()
                 job()
             got = ran() - before
         assert got == 0

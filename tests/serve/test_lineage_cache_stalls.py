@@ -143,7 +143,8 @@ def test_handing_caches_over_computes_nothing_and_takes_as_many_calls_for_more_r
     for prompt, caches in zip(prompts, held, strict=True):
         seen, cache.spread = Seen(prompt, Plan([*prompt, 1])), Spread()
         cache.insert_cache("m", seen, caches, cache_type="final")
-        while job := cache.spread._next_job(begun=False):
+        while cache.spread._has_next(begun=False):
+            job = cache.spread._next_job()
             job()
         counts.append(sum(len(part.arrays) for part in cache.spread._parts))
     assert not evaluated
