@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pion_vllm_mlx.serve.engine_mlx_lm_replies import Queue
+
 server: Any = importlib.import_module("mlx_lm.server")
 
 
@@ -20,15 +22,11 @@ class Attending(Protocol):
         """mlx-lm's context of it, before its caches are fetched."""
 
 
-class _Queue(Protocol):
-    def put(self, item: Any) -> None: ...
-
-
 @dataclass(frozen=True)
 class Told:
     """The queue of a request, whose context is told on its way to the client."""
 
-    queue: _Queue
+    queue: Queue
     attending: Attending
 
     def put(self, item: Any) -> None:

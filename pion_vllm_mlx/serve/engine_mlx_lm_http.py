@@ -118,7 +118,7 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         response: Json = super().generate_response(*args, **options)
         reply = self.response_generator.reply()
         if reply is not None:
-            reply.sends(thought=bool(options.get("reasoning_text")))
+            reply.thoughts.sends(thought=bool(options.get("reasoning_text")))
         if self.stream and not self._prompt_told:
             self._prompt_told = True
             response[PROMPT] = self.response_generator.prompt()
@@ -134,8 +134,8 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         """mlx-lm's chunk of usage, with the receipt; thoughts are counted in it."""
         response: Json = super().completion_usage_response(*args, **options)
         reply = self.response_generator.reply()
-        if reply is not None and reply.thoughts:
-            response["usage"]["completion_tokens_details"] = {"reasoning_tokens": reply.thoughts}
+        if reply is not None and (count := reply.thoughts.count):
+            response["usage"]["completion_tokens_details"] = {"reasoning_tokens": count}
         self._add_receipt(response)
         return response
 

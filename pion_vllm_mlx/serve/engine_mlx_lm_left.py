@@ -10,17 +10,13 @@ from __future__ import annotations
 import importlib
 import socket
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from pion_vllm_mlx.serve.engine_mlx_lm_replies import refuse_left
+from pion_vllm_mlx.serve.engine_mlx_lm_replies import Queue, refuse_left
 
 server: Any = importlib.import_module("mlx_lm.server")
 
 _NAME = "pion_connection"
-
-
-class _Queue(Protocol):
-    def put(self, item: Any) -> None: ...
 
 
 def fasten(request: Any, connection: socket.socket | None) -> None:
@@ -38,7 +34,7 @@ class Watched:
     """The queue of a request, which is given up when its client is found to have left."""
 
     def __init__(
-        self, queue: _Queue, connection: socket.socket | None, alone: Callable[[], bool]
+        self, queue: Queue, connection: socket.socket | None, alone: Callable[[], bool]
     ) -> None:
         """``alone``: whether the request is served by itself now, and not in a batch."""
         self._queue = queue

@@ -10,10 +10,11 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError
 
+from pion_vllm_mlx.serve.engine_mlx_lm_replies import Queue
 from pion_vllm_mlx.serve.lineage_cache_plan import Plan
 
 REFUSALS = (TemplateError, ValueError, TypeError, LookupError, AttributeError, RuntimeError)
@@ -81,10 +82,6 @@ def has_images(request: Any) -> bool:
     )
 
 
-class _Queue(Protocol):
-    def put(self, item: Any) -> None: ...
-
-
 class Ends:
     """Tells clients the end of their reply after its caches were kept, not before.
 
@@ -94,10 +91,10 @@ class Ends:
 
     def __init__(self, stepped: Callable[[], None]) -> None:
         """``stepped`` is called before clients are told anything: a step is behind us."""
-        self._held: list[_Queue] = []
+        self._held: list[Queue] = []
         self._stepped = stepped
 
-    def behind(self, queue: _Queue) -> HeldBack:
+    def behind(self, queue: Queue) -> HeldBack:
         """What stands for a request's queue."""
         return HeldBack(queue, self._held, self._stepped)
 
@@ -121,8 +118,8 @@ class Ends:
 class HeldBack:
     """A queue whose last item, None, is held back."""
 
-    queue: _Queue
-    held: list[_Queue]
+    queue: Queue
+    held: list[Queue]
     stepped: Callable[[], None]
 
     def put(self, item: Any) -> None:

@@ -11,10 +11,18 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+from pion_vllm_mlx.serve.pieces import Thoughts
 
 #: of a reply's last tokens: stop sequences are searched in the text of so many.
 TAIL_TOKENS = 256
+
+
+class Queue(Protocol):
+    """Where the items of a reply go on their way to its client."""
+
+    def put(self, item: Any) -> None: ...
 
 
 class FollowedReply:
@@ -26,23 +34,16 @@ class FollowedReply:
         self._connection = connection
         self._tail: deque[int] = deque(maxlen=TAIL_TOKENS)
         self._reason: str | None = None
-        self._generated = self._sent = 0
-        #: so many tokens were of the model's thinking.
-        self.thoughts = 0
+        self.thoughts = Thoughts()
 
     def follow(self, responses: Iterator[Any]) -> Iterator[Any]:
         """The same responses. Raises ConnectionError once the client has left."""
         for response in responses:
             refuse_left(self._connection)
             self._tail.append(response.token)
-            self._generated += 1
+            self.thoughts.generated += 1
             self._reason = response.finish_reason
             yield response
-
-    def sends(self, *, thought: bool) -> None:
-        """A part of it is sent now, with all tokens since the one before."""
-        self.thoughts += thought * (self._generated - self._sent)
-        self._sent = self._generated
 
     def stopped_by(self, tokenizer: Any) -> str | None:
         """The stop sequence that ended it; None where it ended otherwise."""

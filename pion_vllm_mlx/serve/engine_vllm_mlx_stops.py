@@ -25,7 +25,7 @@ from pion_vllm_mlx.serve.engine_vllm_mlx_app import (
     body_of,
     replayed,
 )
-from pion_vllm_mlx.serve.pieces import STOPPED_BY
+from pion_vllm_mlx.serve.pieces import STOPPED_BY, Thoughts
 
 STREAM_OUTPUTS = Seam(
     "vllm_mlx.engine_core", "EngineCore.stream_outputs", ("self", "request_id", "timeout")
@@ -44,13 +44,7 @@ class Stops:
         self._held = ""
         self.said = ""
         self.word: str | None = None
-        #: tokens of the reply so far, of those that were sent, and of the thoughts among them.
-        self.tokens = self.sent = self.thoughts = 0
-
-    def sends(self, *, thought: bool) -> None:
-        """A part of the reply is sent now, with all tokens since the one before."""
-        self.thoughts += thought * (self.tokens - self.sent)
-        self.sent = self.tokens
+        self.thoughts = Thoughts()
 
     def feed(self, text: str, *, last: bool) -> str:
         """What of the reply is certain once ``text`` has come; all of it where that is the last."""
@@ -102,7 +96,7 @@ def _ending(original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncI
 
 def _stopped(output: Any, stops: Stops) -> Any:
     """An output with the text that is certain; the last one where a stop word has come."""
-    stops.tokens = output.completion_tokens
+    stops.thoughts.generated = output.completion_tokens
     text = stops.feed(output.new_text, last=output.finished)
     if stops.word is None:
         return dataclasses.replace(output, new_text=text)
@@ -149,9 +143,9 @@ def _completed(message: Message, stops: Stops) -> Message:
     body = bytes(message.get("body", b""))
     if not body.startswith(b"data: {"):
         return message
-    stops.sends(thought=b'"reasoning_content"' in body)
+    stops.thoughts.sends(thought=b'"reasoning_content"' in body)
     ends = stops.word is not None and b'"finish_reason"' in body
-    if not ends and not (stops.thoughts and b'"completion_tokens"' in body):
+    if not ends and not (stops.thoughts.count and b'"completion_tokens"' in body):
         return message
     lines = [_line(line, stops) for line in body.split(b"\n")]
     return {**message, "body": b"\n".join(lines)}
@@ -165,7 +159,7 @@ def _line(line: bytes, stops: Stops) -> bytes:
         for choice in chunk.get("choices") or ():
             if stops.word is not None and choice.get("finish_reason") == "stop":
                 choice[STOPPED_BY] = stops.word
-        if stops.thoughts and chunk.get("usage"):
-            chunk["usage"]["completion_tokens_details"] = {"reasoning_tokens": stops.thoughts}
+        if stops.thoughts.count and chunk.get("usage"):
+            chunk["usage"]["completion_tokens_details"] = {"reasoning_tokens": stops.thoughts.count}
         return b"data: " + json.dumps(chunk, ensure_ascii=False).encode()
     return line

@@ -49,6 +49,23 @@ Piece = Text | Reasoning | ToolCall
 
 
 @dataclass
+class Thoughts:
+    """How many tokens of a reply were its model's thinking: each belongs to what is sent next.
+
+    ``generated``: all of the reply so far.
+    """
+
+    generated: int = 0
+    count: int = 0
+    _sent: int = 0
+
+    def sends(self, *, thought: bool) -> None:
+        """A part of the reply is sent now, with all tokens since the one before."""
+        self.count += thought * (self.generated - self._sent)
+        self._sent = self.generated
+
+
+@dataclass
 class Outcome:
     """How a reply ended and what it took; token counts are the engine's.
 
