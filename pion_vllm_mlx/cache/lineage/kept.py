@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 from pion_vllm_mlx.cache.completion import TokenIds
@@ -200,7 +200,7 @@ class Kept(Stored):
         what = _Waiting(taken.captured, anchor, taken.over)
 
         def queue() -> None:
-            task = self._task(ids, kind, what, reply)
+            task = self._task(ids, kind, (what,), reply)
             if not self._background.put(replace(task, num_bytes=taken.num_bytes)):
                 self._counters.add("queue_full", why="more waits to be stored than the queue holds")
                 self._recent.forget(ids)
@@ -215,26 +215,26 @@ class Kept(Stored):
         self._counters.add("kept", not full)
         return not full
 
-    def _task(self, ids: TokenIds, kind: KeepKind, what: _Waiting, reply: object) -> Task:
+    def _task(
+        self, ids: TokenIds, kind: KeepKind, what: tuple[_Waiting, ...], reply: object
+    ) -> Task:
+        """Has ``what`` written as one; the parts of one reply, one behind the other."""
         key = self._key
+        anchor = next((one.anchor for one in what if one.anchor), 0)
 
         def write() -> None:
-            self._write(Job(ids, kind, what.captured(), key.identity, key.names, what.anchor))
+            captured = reduce(together, (one.captured() for one in what))
+            self._write(Job(ids, kind, captured, key.identity, key.names, anchor))
 
-        def with_former(former: _Waiting) -> Task:
-            def over() -> None:
-                former.over()
-                what.over()
+        def over() -> None:
+            for one in what:
+                one.over()
 
-            both = _Waiting(
-                lambda: together(former.captured(), what.captured()),
-                former.anchor or what.anchor,
-                over,
-            )
-            return self._task(ids, kind, both, reply)
+        def with_former(former: tuple[_Waiting, ...]) -> Task:
+            return self._task(ids, kind, (*former, *what), reply)
 
         line = Line(reply, ROWS, with_former, what) if reply is not None else None
-        return Task(write, partial(self._failed, ids), line=line, over=what.over)
+        return Task(write, partial(self._failed, ids), line=line, over=over)
 
     def _in_background(self, run: Callable[[], None], reply: object = None) -> None:
         """Has ``run`` done; of those of one ``reply`` that wait behind its rows the last alone."""

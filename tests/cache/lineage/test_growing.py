@@ -91,6 +91,31 @@ def test_what_waits_of_a_reply_does_not_grow_with_it_and_is_stored_whole(
     assert more == [tokens[-1], *rest]
 
 
+def test_a_reply_of_which_very_many_parts_wait_is_stored_whole(opened: Opener) -> None:
+    model, parts = tiny_model("llama"), 1100
+    store = opened(model, key_parts={"t": "many"})
+    engine, ids, cache = Engine(model, store), prompt(40 + parts, 71), fresh_cache(model)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    store._in_background(slow)
+    assert begun.wait(30)
+    start = 0
+    for end in range(40, len(ids) + 1):
+        engine.prefill(ids, start, end, cache)
+        known, start = np.array(ids[:end], np.uint32), end
+        grown = store.growing(known, cache, end)
+        assert grown is not None
+        mx.eval(grown.taken.arrays)
+        assert store.grew(known, grown, model)
+    go_on.set()
+    assert store.flush(60)
+    assert opened(model, key_parts={"t": "many"}).match([*ids, 1]).length == len(ids)
+
+
 def test_all_are_told_whose_parts_of_a_reply_were_stored_as_one(opened: Opener) -> None:
     model = tiny_model("llama")
     store = opened(model, key_parts={"t": "told"})
