@@ -95,6 +95,22 @@ def test_what_is_copied_to_give_dead_bytes_back_stays_within_the_budget(tmp_path
         assert max(used, default=0) <= budget
 
 
+def test_who_needs_room_next_finds_what_the_one_before_did_not_need(tmp_path: Path) -> None:
+    with Driver(tmp_path, Options(disk_budget=16 * MB)) as driver:
+        for first in (0, 4):
+            for layer in range(first, first + 4):
+                put(driver, b"victim", layer, MB)
+            driver.loop.run_until_complete(driver.store.seal(b"victim"))
+        put(driver, b"idle", 0, 5 * MB)
+        for layer in (0, 1, 2, 4, 5, 6):
+            drop(driver, b"victim", layer)
+        driver.store.tidy = Reclaimer(driver.store).make_room
+        for nbytes in (4 * MB, 7 * MB):
+            assert driver.store.space.excess(nbytes) > 0
+            driver.loop.run_until_complete(driver.store.make_room(nbytes))
+        assert set(driver.store.state.states) == {b"victim", b"idle"}
+
+
 def test_short_runs_are_not_merged_by_who_needs_room(tmp_path: Path) -> None:
     with Driver(tmp_path, Options(disk_budget=16 * MB)) as driver:
         driver.ask(*register("turns", 1, 1024))

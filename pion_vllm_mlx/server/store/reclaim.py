@@ -77,26 +77,34 @@ class Reclaimer:
             while short and state.untidy and not self.store.saver.binds():
                 group = next(iter(state.untidy))
                 del state.untidy[group]
-                self._later[group] = None
-                if await self._give_back(group):
+                if await self._give_back(group, nbytes):
+                    state.untidy[group] = None  # there may be more for who comes next
                     short = space.excess(nbytes) > 0
+                else:
+                    self._later[group] = None
                 if time.monotonic() > looked_at + _LOOK_SECONDS:
                     await asyncio.sleep(0)
                     looked_at = time.monotonic()
 
-    async def _give_back(self, group: bytes) -> bool:
-        """Rewrites the mostly dead segments of a group, where they fit beside what is there."""
-        store = self.store
-        needed = room_for(store.state, store.segments, group)
-        if not needed or needed > -store.space.excess(0):
-            return False
+    async def _give_back(self, group: bytes, nbytes: int) -> bool:
+        """Rewrites the mostly dead segments of a group, where they fit beside what is there.
+
+        Until ``nbytes`` fit; whether it has begun.
+        """
+        store, begun = self.store, False
         while not store.saver.binds():
+            needed = room_for(store.state, store.segments, group)
+            if not 0 < needed <= -store.space.excess(0):
+                break
             step = self._step_bytes
             copies = plan(store.state, store.segments, group, step, merge=False)
             if not copies:
                 break
+            begun = True
             await _to_its_end(self._carry_out(Job.begin(store.segments, copies)))
-        return True
+            if store.space.excess(nbytes) <= 0:
+                break
+        return begun
 
     async def _tidy(self) -> bool:
         store = self.store
