@@ -3,7 +3,7 @@
 The state names the groups that got untidy: something in them died, or their runs are many.
 A step copies one group's live bytes out of segments that are mostly dead (``compaction``);
 then these go. When all is tidy, a step looks for rows that are stored twice (``sharing``).
-Who needs room has dead bytes given back at once, as far as what is copied for it fits.
+Who needs room has dead bytes given back at once, as far as there is room to copy what lives.
 While it copies nobody waits; the write lock is held as for any store.
 """
 
@@ -87,14 +87,14 @@ class Reclaimer:
                     looked_at = time.monotonic()
 
     async def _give_back(self, group: bytes, nbytes: int) -> bool:
-        """Rewrites the mostly dead segments of a group, where they fit beside what is there.
+        """Rewrites the mostly dead segments of a group, where there is room to copy them.
 
         Until ``nbytes`` fit; whether it has begun.
         """
         store, begun = self.store, False
         while not store.saver.binds():
             needed = room_for(store.state, store.segments, group)
-            if not 0 < needed <= -store.space.excess(0):
+            if not 0 < needed <= store.space.room_to_copy():
                 break
             step = self._step_bytes
             copies = plan(store.state, store.segments, group, step, merge=False)

@@ -132,6 +132,14 @@ class Space:
         """Bytes of the disk that stores leave to others."""
         return min(RESERVED_FREE_BYTES, self.disk_budget * self.workers // 2)
 
+    def room_to_copy(self) -> int:
+        """Bytes that may be there twice while dead ones are given back.
+
+        What the budget has left, and half of what stores leave free of the disk.
+        """
+        left_free = min(RESERVED_FREE_BYTES // self.workers, self.disk_budget // 2)
+        return left_free // 2 - self.excess(0)
+
     def refusal(self) -> CommandError:
         """Why a store does not fit though all has left that can."""
         why = "the disk budget does not allow this store"
