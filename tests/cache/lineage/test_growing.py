@@ -51,6 +51,19 @@ def grow(
     return tokens
 
 
+def held_up(store: LineageStore) -> threading.Event:
+    """Has the thread that stores wait until the event is set."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    store._in_background(slow)
+    assert begun.wait(30)
+    return go_on
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_waits_of_a_reply_does_not_grow_with_it_and_is_stored_whole(
     kind: str, opened: Opener
@@ -63,14 +76,7 @@ def test_what_waits_of_a_reply_does_not_grow_with_it_and_is_stored_whole(
     ids, cache = prompt(60, 31), fresh_cache(model, kv_bits)
     engine.prefill(ids, 0, 59, cache)
     assert store.keep(ids[:59], cache) and store.flush()
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        begun.set()
-        assert go_on.wait(60)
-
-    store._in_background(slow)
-    assert begun.wait(30)
+    go_on = held_up(store)
     tokens = grow(engine, store, ids, cache, 30 * EVERY + 2)
     assert store._background.waiting == 3  # the slow one, the rows, the note
     before = store.stats()["written"]
@@ -95,14 +101,7 @@ def test_a_reply_of_which_very_many_parts_wait_is_stored_whole(opened: Opener) -
     model, parts = tiny_model("llama"), 1100
     store = opened(model, key_parts={"t": "many"})
     engine, ids, cache = Engine(model, store), prompt(40 + parts, 71), fresh_cache(model)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        begun.set()
-        assert go_on.wait(60)
-
-    store._in_background(slow)
-    assert begun.wait(30)
+    go_on = held_up(store)
     start = 0
     for end in range(40, len(ids) + 1):
         engine.prefill(ids, start, end, cache)
@@ -120,14 +119,7 @@ def test_all_are_told_whose_parts_of_a_reply_were_stored_as_one(opened: Opener) 
     model = tiny_model("llama")
     store = opened(model, key_parts={"t": "told"})
     engine, ids, cache = Engine(model, store), prompt(40, 61), fresh_cache(model)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        begun.set()
-        assert go_on.wait(60)
-
-    store._in_background(slow)
-    assert begun.wait(30)
+    go_on = held_up(store)
     told: list[int] = []
     start = 0
     for end in (20, 30, 40):
@@ -150,14 +142,7 @@ def test_what_two_replies_are_to_store_stays_apart(opened: Opener) -> None:
     model = tiny_model("llama")
     store = opened(model, key_parts={"t": "two replies"})
     engine = Engine(model, store)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        begun.set()
-        assert go_on.wait(60)
-
-    store._in_background(slow)
-    assert begun.wait(30)
+    go_on = held_up(store)
     whole = []
     for seed in (41, 42, 43):
         ids, cache = prompt(40, seed), fresh_cache(model)
@@ -175,14 +160,7 @@ def test_a_prompt_that_ends_where_a_reply_had_come_has_its_state_stored(opened: 
     model = tiny_model("qwen3_next")
     store = opened(model, key_parts={"t": "within a reply"})
     engine = Engine(model, store)
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow() -> None:
-        begun.set()
-        assert go_on.wait(60)
-
-    store._in_background(slow)
-    assert begun.wait(30)
+    go_on = held_up(store)
     ids, cache = prompt(40, 51), fresh_cache(model)
     engine.prefill(ids, 0, 39, cache)
     whole = [*ids, *grow(engine, store, ids, cache, 4 * EVERY + 2)]
