@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from pion_vllm_mlx.cache.connection import RespConnection
+from pion_vllm_mlx.cache.lineage.presence import Presence
 from pion_vllm_mlx.cache.lineage.types import LineageOptions
 from pion_vllm_mlx.cache.store_client import StoreClient
 from pion_vllm_mlx.cache.store_client_endpoint import Endpoint, parse_url
@@ -36,6 +37,7 @@ class LineageClient(StoreClient):
     def __init__(self, endpoint: Endpoint, deadline_seconds: float) -> None:
         super().__init__(endpoint, deadline_seconds)
         self._local = threading.local()
+        self.presence = Presence()
         #: whether it was said that the server has no KV.PREFIX.LONGEST
         self.told_no_longest = False
 
