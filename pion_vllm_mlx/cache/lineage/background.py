@@ -1,7 +1,8 @@
 """The one thread that talks to the store while the model generates.
 
 Work is handed over, never waited for: what does not fit into the queue is not taken.  Work that
-what comes after it takes in, of the same ``line``, waits once for both.
+what comes after it takes in, of the same ``line``, waits once for both.  What a store is to keep
+waits for one that is gone: it may be back in a moment.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from pion_vllm_mlx.errors import PionError
+from pion_vllm_mlx.errors import PionError, StoreUnavailable
 
 log = logging.getLogger("pion_vllm_mlx")
 
 MOST_TASKS = 1024
+PATIENCE_SECONDS = 60.0
+"""A store that is gone is waited for so long, from the first that failed on."""
+_RETRY_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Task:
     """Something to do; ``failed`` is told why it was not, ``over`` is called in either case.
 
     Not so where the task is given up. One that is joined with another leaves both to what ``join``
-    gives.
+    gives. A ``patient`` one is tried again while the store is gone, before all that wait behind it.
     """
 
     run: Callable[[], None]
@@ -54,6 +58,7 @@ class Task:
     num_bytes: int = 0
     line: Line | None = field(default=None, repr=False)
     over: Callable[[], None] = lambda: None
+    patient: bool = False
 
 
 class Background:
@@ -67,6 +72,8 @@ class Background:
         self._waiting_bytes = 0
         self._busy = False
         self._closed = False
+        self._flushing = 0
+        self._gone_since: float | None = None
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -125,14 +132,17 @@ class Background:
         return None
 
     def flush(self, timeout: float) -> bool:
-        """Waits until nothing is left to do; False when time is over."""
-        ends_at = time.monotonic() + timeout
+        """Waits until nothing is left to do; False when time is over.
+
+        Meanwhile nothing waits for a store that is gone.
+        """
         with self._changed:
-            while self._tasks or self._busy:
-                left = ends_at - time.monotonic()
-                if left <= 0 or not self._changed.wait(left):
-                    return not (self._tasks or self._busy)
-        return True
+            self._flushing += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(lambda: not (self._tasks or self._busy), timeout)
+            finally:
+                self._flushing -= 1
 
     def close(self, timeout: float) -> None:
         """Finishes what waits within ``timeout``, gives the rest up, ends the thread."""
@@ -158,31 +168,68 @@ class Background:
                     break
                 task = self._tasks.popleft()
                 self._busy = True
-            self._run(task)
-            with self._changed:
-                empty = not self._tasks
-            if empty:
-                self._run(Task(self._idle, lambda error: None))
-            with self._changed:
-                self._busy = False
-                self._waiting_bytes = max(0, self._waiting_bytes - task.num_bytes)
-                self._changed.notify_all()
+            if self._run(task):
+                self._done(task)
+            else:
+                self._put_back(task)
             del task  # its owner may be dropped while this thread waits
         mx.clear_streams()
 
-    def _run(self, task: Task) -> None:
+    def _done(self, task: Task) -> None:
+        with self._changed:
+            empty = not self._tasks
+        if empty:
+            self._run(Task(self._idle, lambda error: None))
+        with self._changed:
+            self._busy = False
+            self._waiting_bytes = max(0, self._waiting_bytes - task.num_bytes)
+            self._changed.notify_all()
+
+    def _put_back(self, task: Task) -> None:
+        """It waits in front of all others, and can be joined again."""
+        with self._changed:
+            self._busy = False
+            if self._closed:  # and given up with the others
+                return
+            self._tasks.appendleft(task)
+            self._changed.wait_for(lambda: self._closed or self._flushing, _RETRY_SECONDS)
+
+    def _run(self, task: Task) -> bool:
+        """Does a task, and tells what became of it; False where it is to be tried again."""
+        failure = _tried(task.run)
+        if task.patient and self._waits(failure):
+            return False
         try:
             try:
-                task.run()
-            except PionError as error:
-                task.failed(error)
-            except Exception as error:  # noqa: BLE001  (the thread outlives whatever one task does)
-                log.exception("storing a prefix failed")
-                task.failed(error)
+                if failure is not None:
+                    task.failed(failure)
             finally:
                 task.over()
-        except Exception:  # noqa: BLE001  (and those that are told what became of it)
+        except Exception:  # noqa: BLE001  (the thread outlives those that are told what became of it)
             log.exception("what became of a prefix could not be told")
+        return True
+
+    def _waits(self, failure: BaseException | None) -> bool:
+        """Whether the store is gone, and still waited for."""
+        if not isinstance(failure, StoreUnavailable):
+            self._gone_since = None
+            return False
+        if self._gone_since is None:
+            self._gone_since = time.monotonic()
+        patient = time.monotonic() - self._gone_since < PATIENCE_SECONDS
+        return patient and not (self._closed or self._flushing)
+
+
+def _tried(run: Callable[[], None]) -> BaseException | None:
+    """Why something was not done, or None."""
+    try:
+        run()
+    except PionError as error:
+        return error
+    except Exception as error:  # noqa: BLE001  (the thread outlives whatever one task does)
+        log.exception("storing a prefix failed")
+        return error
+    return None
 
 
 def weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -234,7 +234,7 @@ class Kept(Stored):
             return self._task(ids, kind, (*former, *what), reply)
 
         line = Line(reply, ROWS, with_former, what) if reply is not None else None
-        return Task(write, partial(self._failed, ids), line=line, over=over)
+        return Task(write, partial(self._failed, ids), line=line, over=over, patient=True)
 
     def _in_background(self, run: Callable[[], None], reply: object = None) -> None:
         """Has ``run`` done; of those of one ``reply`` that wait behind its rows the last alone."""
