@@ -99,11 +99,12 @@ class ChatReply(_PassedOn):
         return []
 
     def whole(self) -> Json:
-        message: Json = {"role": "assistant", "content": "".join(self._texts) or None}
+        message: Json = {"role": "assistant", "content": "".join(self._texts)}
         if self._thoughts:
             message["reasoning"] = "".join(self._thoughts)
         if self._calls:
             message["tool_calls"] = self._calls
+            message["content"] = message["content"] or None
         return self._body("chatcmpl", "chat.completion", {"message": message, "logprobs": None})
 
 

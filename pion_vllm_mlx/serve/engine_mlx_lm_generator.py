@@ -83,7 +83,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         found: tuple[Any, Any] = super().generate(request, generation_args, progress_callback)
         self.current.context = found[0]
         self.current.reply = FollowedReply(generation_args.stop_words, connection)
-        return found[0], self.current.reply.follow(found[1])
+        return found[0], self.current.reply.follow(found[1], self.model_provider.tokenizer)
 
     @property
     def lacks(self) -> str:
@@ -273,6 +273,15 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
             return prepared.tokenized
         segments, kinds = plan.segments()
         return (PlannedPrompt(plan), segments, kinds, *prepared.tokenized[3:])
+
+    def _make_state_machine(
+        self, model_key: Any, tokenizer: Any, stop_words: Sequence[str], *rest: Any, **more: Any
+    ) -> Any:
+        """As mlx-lm's; what it takes out of a reply's text are no stop words: those end it."""
+        found = super()._make_state_machine(model_key, tokenizer, stop_words, *rest, **more)
+        if not stop_words or not hasattr(server, "make_text_state_machine"):  # as in 0.31
+            return found
+        return found[0], super()._make_state_machine(model_key, tokenizer, [], *rest, **more)[1]
 
     def _is_batchable(self, args: Any) -> bool:
         return self._attending is None and bool(super()._is_batchable(args))

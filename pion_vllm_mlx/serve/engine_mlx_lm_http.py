@@ -115,8 +115,11 @@ class Handler(server.APIHandler):  # type: ignore[misc]
 
         The first chunk of a stream says what its usage will say of the prompt.
         """
-        response: Json = super().generate_response(*args, **options)
         reply = self.response_generator.reply()
+        text, finish_reason, *counts = args
+        if reply is not None:
+            finish_reason = reply.reason(finish_reason)
+        response: Json = super().generate_response(text, finish_reason, *counts, **options)
         if reply is not None:
             reply.thoughts.sends(thought=bool(options.get("reasoning_text")))
         if self.stream and not self._prompt_told:

@@ -19,6 +19,7 @@ SEAMS = (
     Seam(_SERVER, "ResponseGenerator._generate", ("self",)),
     Seam(_SERVER, "ResponseGenerator._next_request", ("self", "timeout")),
     Seam(_SERVER, "ResponseGenerator._is_batchable", ("self", "args")),
+    Seam(_SERVER, "ResponseGenerator._make_state_machine"),
     Seam(_SERVER, "ResponseGenerator._serve_single"),
     Seam(_SERVER, "ResponseGenerator._log_cache_stats", ("self",)),
     Seam(_SERVER, "ResponseGenerator.stop_and_join", ("self",)),

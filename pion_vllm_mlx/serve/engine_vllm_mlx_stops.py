@@ -1,7 +1,7 @@
 """Stop sequences with vllm-mlx, whose batching engine takes them and stops at none.
 
 The words of an HTTP request are in a context variable while its reply is generated.  Between
-the scheduler and the server the text of the reply passes through ``Stops``: what could become
+the scheduler and the server the text of the reply passes through them: what could become
 a stop word waits; at the first whole one the reply ends before it, and the scheduler is told to
 give the request up.  The last chunk says which one it was, as mlx-lm's engine does.  Its usage says
 how many tokens were thoughts: those that came since the chunk before one with a thought.
@@ -26,6 +26,7 @@ from pion_vllm_mlx.serve.engine_vllm_mlx_app import (
     replayed,
 )
 from pion_vllm_mlx.serve.pieces import STOPPED_BY, Thoughts
+from pion_vllm_mlx.serve.stops import Stops
 
 STREAM_OUTPUTS = Seam(
     "vllm_mlx.engine_core", "EngineCore.stream_outputs", ("self", "request_id", "timeout")
@@ -36,38 +37,15 @@ MLLM_STREAM_OUTPUTS = Seam(
 )
 
 
-class Stops:
-    """The text of one reply up to the first of ``words``; ``word`` is that one, once it came."""
+class _Reply(Stops):
+    """The text of one reply, and how much of it was thought."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        self._words = [word for word in words if word]
-        self._held = ""
-        self.said = ""
-        self.word: str | None = None
+        super().__init__(words)
         self.thoughts = Thoughts()
 
-    def feed(self, text: str, *, last: bool) -> str:
-        """What of the reply is certain once ``text`` has come; all of it where that is the last."""
-        self._held += text
-        found = [(at, -len(one), one) for one in self._words if (at := self._held.find(one)) >= 0]
-        if found:
-            end, _, self.word = min(found)
-        else:
-            end = len(self._held) - (0 if last else self._beginning())
-        certain, self._held = self._held[:end], self._held[end:]
-        self.said += certain
-        return certain
 
-    def _beginning(self) -> int:
-        """How many characters at the end may become a stop word."""
-        longest = max((len(word) for word in self._words), default=0)
-        for count in range(min(longest - 1, len(self._held)), 0, -1):
-            if any(word.startswith(self._held[-count:]) for word in self._words):
-                return count
-        return 0
-
-
-_STOPS: ContextVar[Stops | None] = ContextVar("pion_stops", default=None)
+_STOPS: ContextVar[_Reply | None] = ContextVar("pion_stops", default=None)
 
 
 def patch_stops() -> Replacements:
@@ -94,7 +72,7 @@ def _ending(original: Callable[..., AsyncIterator[Any]]) -> Callable[..., AsyncI
     return stream_outputs
 
 
-def _stopped(output: Any, stops: Stops) -> Any:
+def _stopped(output: Any, stops: _Reply) -> Any:
     """An output with the text that is certain; the last one where a stop word has come."""
     stops.thoughts.generated = output.completion_tokens
     text = stops.feed(output.new_text, last=output.finished)
@@ -116,7 +94,7 @@ class StopLayer:
             await self._app(scope, receive, send)
             return
         body = await body_of(receive)
-        stops = Stops(stop_words(body))
+        stops = _Reply(stop_words(body))
         token = _STOPS.set(stops)
 
         async def told(message: Message) -> None:
@@ -138,7 +116,7 @@ def stop_words(body: bytes) -> list[str]:
     return [one for one in words if isinstance(one, str)] if isinstance(words, list) else []
 
 
-def _completed(message: Message, stops: Stops) -> Message:
+def _completed(message: Message, stops: _Reply) -> Message:
     """A part of a stream; the chunk that ends the reply says why, usage what was thought."""
     body = bytes(message.get("body", b""))
     if not body.startswith(b"data: {"):
@@ -151,7 +129,7 @@ def _completed(message: Message, stops: Stops) -> Message:
     return {**message, "body": b"\n".join(lines)}
 
 
-def _line(line: bytes, stops: Stops) -> bytes:
+def _line(line: bytes, stops: _Reply) -> bytes:
     if not line.startswith(b"data: {"):
         return line
     with contextlib.suppress(ValueError):

@@ -284,6 +284,9 @@ def test_an_empty_reply_is_a_whole_one() -> None:
     ]
     chat = ChatReply("m")
     list(events(nothing, chat))
+    assert chat.whole()["choices"][0]["message"]["content"] == ""
+    chat = ChatReply("m")
+    list(events([delta(tool_calls=[call(0, "f", "{}")]), delta("tool_calls")], chat))
     assert chat.whole()["choices"][0]["message"]["content"] is None
 
 
