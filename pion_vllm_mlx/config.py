@@ -34,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -59,6 +60,12 @@ GIGABYTE = 10**9
 
 # Smallest sun_path of the systems served (macOS), less the closing NUL.
 MAX_SOCKET_PATH_BYTES = 103
+
+_RUN_MODULE = """\
+import runpy, sys
+sys.path.remove("")
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)"""
 
 
 def as_utf8(text: str, what: str) -> str:
@@ -228,6 +235,21 @@ def model_dir() -> Path:
     if chosen:
         return Path(chosen).expanduser()
     return platformdirs.user_cache_path(APP_NAME, appauthor=False) / "models"
+
+
+def module_command(module: str) -> list[str]:
+    """Runs a module in a process of its own, whatever files lie in the working folder.
+
+    ``-m`` alone looks there first for everything that is imported.
+    """
+    if hasattr(sys.flags, "safe_path"):
+        return [sys.executable, "-P", "-m", module]
+    return [sys.executable, "-c", _RUN_MODULE, module]  # Python 3.10 has no -P
+
+
+def module_environment(**prepend: str) -> dict[str, str]:
+    """As ``child_environment``, and the child finds the package where we did."""
+    return child_environment({**prepend, "PYTHONPATH": str(Path(__file__).parent.parent)})
 
 
 def child_environment(prepend: Mapping[str, str]) -> dict[str, str]:

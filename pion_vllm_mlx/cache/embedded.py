@@ -22,7 +22,6 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-import pion_vllm_mlx
 from pion_vllm_mlx import config
 from pion_vllm_mlx.cache.connection import Address
 from pion_vllm_mlx.cache.data_folder import LOG_NAME, read_status
@@ -276,7 +275,7 @@ def _start_server(folder: Path) -> _Start:
         process = subprocess.Popen(
             _command(folder),
             cwd=folder,
-            env=_environment(),
+            env=config.module_environment(),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -297,13 +296,7 @@ def _command(folder: Path) -> list[str]:
     name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16] + ".sock"
     socket_path = config.socket_dir(SOCKET_NAME_BYTES) / name
     return [
-        *(sys.executable, "-m", pion_vllm_mlx.__name__, "server", "--kvcache", "--embedded"),
+        *(*config.module_command("pion_vllm_mlx"), "server", "--kvcache", "--embedded"),
         *("--dir", str(folder), "--bind", "127.0.0.1", "-p", "0"),
         *("--unixsocket", str(socket_path)),
     ]
-
-
-def _environment() -> dict[str, str]:
-    """The child must find the package where we did, also when that was the working folder."""
-    source = str(Path(pion_vllm_mlx.__file__).parent.parent)
-    return config.child_environment(prepend={"PYTHONPATH": source})

@@ -28,13 +28,13 @@ def matrix_library(root: Path = Path("/")) -> MatrixLibrary:
 
     ``root`` is where the system's files are looked for.
     """
-    inherited = config.child_environment({})
+    inherited = config.module_environment()
     if sys.platform == "darwin" or "blas" in config.preloaded_libraries():
         return MatrixLibrary(True, inherited)
     installed = debian_openblas(root)
     if installed is None:
         return MatrixLibrary(False, inherited)
-    return MatrixLibrary(True, config.child_environment({"LD_PRELOAD": str(installed)}))
+    return MatrixLibrary(True, config.module_environment(LD_PRELOAD=str(installed)))
 
 
 def debian_openblas(root: Path) -> Path | None:

@@ -30,6 +30,7 @@ from urllib.parse import quote
 
 from pion_vllm_mlx.cache.connection import RespConnection
 from pion_vllm_mlx.cache.embedded import EmbeddedServer, attach
+from pion_vllm_mlx.config import module_command
 from pion_vllm_mlx.demo import blas, report
 from pion_vllm_mlx.demo.flip import FlippedByte, flip_stored_byte
 from pion_vllm_mlx.demo.model import ensure_model
@@ -286,7 +287,7 @@ class Demo:
             "compare": compare,
         }
         done = subprocess.run(
-            [sys.executable, "-m", "pion_vllm_mlx.demo.worker"],
+            module_command("pion_vllm_mlx.demo.worker"),
             input=json.dumps(job),
             stdout=subprocess.PIPE,
             env={**self.environment, **switches},

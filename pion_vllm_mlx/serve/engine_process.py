@@ -12,13 +12,10 @@ import json
 import os
 import secrets
 import signal
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
-import pion_vllm_mlx
 from pion_vllm_mlx import config
 from pion_vllm_mlx.errors import PionError
 from pion_vllm_mlx.serve.api_errors import ApiError
@@ -144,12 +141,11 @@ async def _run(
     words: Sequence[str], shared: Mapping[str, str] | None = None, pass_fds: tuple[int, ...] = ()
 ) -> asyncio.subprocess.Process:
     """``python -m words`` in a session of its own. Raises ``EngineFailed``."""
-    source = str(Path(pion_vllm_mlx.__file__).parent.parent)
     try:
         return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", *words),
-            # The child must find the package where we did, also in the working folder.
-            env={**config.child_environment(prepend={"PYTHONPATH": source}), **(shared or {})},
+            *config.module_command(words[0]),
+            *words[1:],
+            env={**config.module_environment(), **(shared or {})},
             stdin=asyncio.subprocess.DEVNULL,
             pass_fds=pass_fds,
             start_new_session=True,

@@ -6,7 +6,6 @@ import argparse
 import ipaddress
 import math
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -242,7 +241,8 @@ def print_help(parser: argparse.ArgumentParser, engine: Engine) -> None:
     print(f"flags of the engine ({engine.package}):\n", flush=True)
     try:
         asked = subprocess.run(
-            [sys.executable, "-m", engine.module, "--help"],
+            [*config.module_command(engine.module), "--help"],
+            env=config.module_environment(),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -16,7 +16,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from dataclasses import dataclass, replace
 from types import FrameType
 
 from pion_vllm_mlx import __version__
+from pion_vllm_mlx.config import module_command, module_environment
 from pion_vllm_mlx.errors import PionError
 from pion_vllm_mlx.server.directory_file import DirectoryFile
 from pion_vllm_mlx.server.folder import DataFolder
@@ -200,7 +200,8 @@ class Launcher:
         orders = Orders(config, named, port, writing, self.directory.descriptor)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", MODULE],
+                module_command(MODULE),
+                env=module_environment(),
                 stdin=subprocess.PIPE,
                 pass_fds=(*named.values(), writing, *self.locks, self.directory.descriptor),
                 start_new_session=True,  # Ctrl-C is for the launcher

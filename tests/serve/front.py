@@ -87,16 +87,21 @@ def _parsed(raw: bytes) -> Json:
 
 @contextlib.contextmanager
 def running_front(
-    folder: Path, *flags: str, engine: str = SCRIPTED, healthy: bool = True
+    folder: Path,
+    *flags: str,
+    engine: str = SCRIPTED,
+    healthy: bool = True,
+    cwd: Path = ROOT,
 ) -> Iterator[Front]:
     """A front with ``flags`` over ``engine`` on a port that the system chose.
 
-    What it stores lies in ``folder/data``; two fronts on one folder share it.
+    What it stores lies in ``folder/data``; two fronts on one folder share it. ``cwd`` is its
+    working folder, in which it looks for no modules.
     """
     log = folder / f"front-{len(list(folder.glob('front-*.log')))}.log"
     # serve itself knows two engines; this one is named to ``run``.
     code = (
-        "import sys; from pion_vllm_mlx.serve import main, options;"
+        "import sys; sys.path.remove(''); from pion_vllm_mlx.serve import main, options;"
         "sys.exit(main.run(options.parse(sys.argv[2:]), sys.argv[1]))"
     )
     words = [engine, "--port", "0", "--model", "scripted", *flags]
@@ -106,7 +111,7 @@ def running_front(
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, "-c", code, *words],
-            cwd=ROOT,
+            cwd=cwd,
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=output,
