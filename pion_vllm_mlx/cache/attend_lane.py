@@ -1,4 +1,4 @@
-"""The binary lane for attention: opened when first needed, given up at its first failure."""
+"""The binary lane for attention: opened when first needed, left alone for a while if it fails."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from functools import partial
 from pion_vllm_mlx.cache.connection import Address, RespConnection, info_fields
 from pion_vllm_mlx.cache.frame_connection import PING, FrameConnection
 from pion_vllm_mlx.cache.store_client import StoreClient
+from pion_vllm_mlx.cache.store_client_endpoint import BackOff
 from pion_vllm_mlx.errors import (
     ColdMiss,
     CommandError,
@@ -28,6 +29,13 @@ _AUTH = 0x37
 #: how long the server may take to find that it knows us, and to compute one attention.
 _GREETING_SECONDS, _WORK_SECONDS = 2.0, 60.0
 _LOOPBACK = "127.0.0.1"
+
+
+class _Pause(BackOff):
+    """A lane that is silent costs two seconds each time that it is tried."""
+
+    FIRST_SECONDS = 5.0
+    LONGEST_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -50,20 +58,21 @@ class BinaryLane:
         self._lock = threading.Lock()
         self._frames: FrameConnection | None = None
         self._place: tuple[str, int] | None = None
-        self._given_up = False
+        self._pause = _Pause()
 
     def usable(self) -> bool:
         """Whether the lane is open, or can be opened now."""
         with self._lock:
-            if self._frames is None and not self._given_up:
+            if self._frames is None and self._pause.left() <= 0:
                 self._frames = self._opened()
-                self._given_up = self._frames is None
+                if self._frames is None:
+                    self._pause.failed("no binary lane")
             return self._frames is not None
 
     def ask(
         self, opcode: int, body: bytes, num_bytes: int, silence: Silence | None = None
     ) -> bytes | None:
-        """The body of the reply; None after a failure of the lane, which is then given up.
+        """The body of the reply; None after a failure of the lane, which then has a pause.
 
         It has failed, too, where nothing comes although the server answers ``silence``, and a new
         connection to the lane gets no answer. Raises DeadlineExceeded for a server that is silent,
@@ -79,6 +88,7 @@ class BinaryLane:
                 self._frames.on_silence = partial(self._listen, silence)
             try:
                 status, reply = self._frames.exchange(opcode, body)
+                self._pause.succeeded()
             except DeadlineExceeded as error:
                 self._give_up(error)
                 raise
@@ -152,9 +162,10 @@ class BinaryLane:
         return (address.host, port) if port == address.port + 1 else None
 
     def _give_up(self, error: PionError | ServerRefused) -> None:
-        log.info("the binary lane is given up: %s", error)
+        self._pause.failed(str(error))
+        log.info("the binary lane is left alone for %.0f s: %s", self._pause.left(), error)
         if self._frames is not None:
             self._frames.close()
-        self._frames, self._given_up = None, True
+        self._frames = None
 
 

@@ -275,7 +275,7 @@ class PionPrefixCache:
         return int(self.store.trim(n))
 
     def size(self) -> int:
-        return self.offset
+        return int(self.store.size()) if self.whole else self.offset
 
     def empty(self) -> bool:
         return self.offset == 0

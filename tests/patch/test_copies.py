@@ -8,6 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
 
 import pion_vllm_mlx
 from pion_vllm_mlx import PionMlxCompatError
@@ -135,3 +137,38 @@ def test_quantized_kv_is_honoured_here_and_refused_over_the_wire(
     whole = mx.array([*IDS, *SUFFIX])
     plain = [t for t, _ in generate_step(whole, model, quantized_kv_start=0, **options)]
     assert len(found) == len(plain)
+
+
+@pytest.mark.parametrize("length", [12, 40])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_caches_of_this_process_are_batched_as_mlx_lms_own(
+    opened: Opener, family: str, length: int
+) -> None:
+    """Beside each other, and beside one of mlx-lm's own; windows that are full, and not."""
+    model, ids = tiny_model(family), IDS[:length]
+    pc = opened(model, "in-process")
+    name = f"batched {family} {length}"
+    pc.get_or_prefill(ids, name)
+
+    def own() -> list[Any]:
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.array([ids]), cache=cache))
+        return list(cache)
+
+    def ours() -> list[Any]:
+        return pion_vllm_mlx.make_pion_prompt_cache(model, name, pc, len(ids))
+
+    def said(*caches: list[Any]) -> list[list[int]]:
+        generator = BatchGenerator(model, max_tokens=8)
+        uids = generator.insert([SUFFIX, SUFFIX[:3]], caches=list(caches))
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        while True:
+            _, responses = generator.next()
+            for one in responses:
+                tokens[one.uid].append(one.token)
+            if all(len(found) == 8 for found in tokens.values()):
+                generator.close()
+                return list(tokens.values())
+
+    wanted = said(own(), own())
+    assert said(ours(), ours()) == said(ours(), own()) == said(own(), ours()) == wanted

@@ -6,6 +6,7 @@ import contextlib
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -115,7 +116,40 @@ def test_a_forward_goes_on_over_resp_when_its_lane_fails(
         assert furthest(found, wanted) < 1e-5
         assert pc.attention.lane == "resp" and pc.attention.queries["resp"]
         between.left = None
-        assert pc.attention.lane == "resp"  # for good
+        assert pc.attention.lane == "resp"  # for a while
+    finally:
+        opener.close()
+
+
+@pytest.mark.parametrize("fails", ["silent", "cut"])
+def test_a_lane_is_used_again_when_it_answers_again(
+    between: Between, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    monkeypatch.setattr(attend_lane, "_GREETING_SECONDS", 0.3)
+    monkeypatch.setattr(attend_lane._Pause, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(attend_lane._Pause, "LONGEST_SECONDS", 0.2)
+    model, opener = tiny_model("llama"), Opener(between.port, monkeypatch)
+    try:
+        pc = opener(model)
+        pc.get_or_prefill(IDS, f"again {fails}")
+        pc.attention.silence_seconds = 0.2
+        cache = pion_vllm_mlx.make_pion_prompt_cache(model, f"again {fails}", pc, len(IDS))
+        wanted = alone(model, IDS, STEPS)
+        found = [model(mx.array([token_ids(12, seed=5)]), cache=cache)]
+        between.fails, between.left = fails, 7
+        tokens = token_ids(STEPS, seed=9)
+        found += [model(mx.array([[token]]), cache=cache) for token in tokens[:2]]
+        assert pc.attention.queries["resp"]
+        between.left = None
+        given_up = time.monotonic() + 30
+        while pc.attention.lane != "binary":
+            assert time.monotonic() < given_up
+            time.sleep(0.05)
+        before = dict(pc.attention.queries)
+        found += [model(mx.array([[token]]), cache=cache) for token in tokens[2:]]
+        assert furthest(found, wanted) < 1e-5
+        assert pc.attention.queries["binary"] > before["binary"]
+        assert pc.attention.queries["resp"] == before["resp"]
     finally:
         opener.close()
 
