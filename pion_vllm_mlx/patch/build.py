@@ -91,6 +91,21 @@ def make_pion_prompt_cache(
     return _Layers(group, prompt_cache, mode).all(group.local or empty)
 
 
+def refuse_elsewhere(model: Any, prompt_cache: Any) -> None:
+    """Whether prefixes of a model can be attended at a server; computes a few tokens.
+
+    Raises PionMlxCompatError or NotImplementedError for one whose prefixes cannot.
+    """
+    empty, used = make_prompt_cache(model), make_prompt_cache(model)
+    refuse_bypassing(model, empty)
+    refuse_at_server(model, empty)
+    model(mx.array([[0]]), cache=used)
+    rows = [(one.keys, one.values) for one in used if one.keys is not None]
+    refuse_shapes(model, [(k.shape[1], k.shape[3], v.shape[3]) for k, v in rows])
+    group = PrefixGroup(prompt_cache, "", 0, shares=shares_at_right_positions(model))
+    _try_out(model, group, empty)
+
+
 def _checked(namespace: Any, prompt_cache: Any, prefix_len: Any) -> int:
     """The number of tokens. Raises TypeError and ValueError naming an argument that cannot be."""
     if not isinstance(prompt_cache, PionPromptCache | AttendedPrefix):

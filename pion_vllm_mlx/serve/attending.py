@@ -5,8 +5,9 @@ made of its tokens; every request that begins with it, of any process, attends t
 follows it, the conversation, lives in this process: in mlx-lm's own prompt cache, whose keys are
 then the tokens behind the prefix. Such caches cannot be merged: requests are served one at a time.
 
-What has no system part, or cannot be attended, is served as without a store. Where the store
-fails in the middle of a request, before its first token the request is computed here from its
+What has no system part is served as without a store, and so is another model that a request
+names and that cannot be attended; the one that serve is started with is refused then. Where the
+store fails in the middle of a request, before its first token the request is computed here from its
 beginning, and after it ends with the error.
 """
 
@@ -27,6 +28,7 @@ from pion_vllm_mlx.patch import (
     install_pion_attention_patch,
     make_pion_prompt_cache,
 )
+from pion_vllm_mlx.patch.build import refuse_elsewhere
 from pion_vllm_mlx.patch.model_check import flattened
 from pion_vllm_mlx.serve.engine_child import EngineLink
 from pion_vllm_mlx.serve.lineage_cache import REPLY, LineageCache
@@ -74,13 +76,16 @@ class AttendingCache(LineageCache):
         self._pc: PionPromptCache | None = None
         self._key = ""
         self._now = _Request()
+        #: why no prefix of the model can be attended at a store, "" where they can.
+        self.refusal = ""
+        self._counts["not_attended"] = 0
         install_pion_attention_patch()
 
     def attach(self, model: Any, draft_model: Any) -> None:
         """Serves ``model`` from now on: reads the weights for its key."""
         if model is self._model:
             return
-        self._model = model
+        self._model, self.refusal = model, ""
         self._let_go()
         if draft_model is not None:
             self._tell("not attended at the store: a draft model has caches of its own")
@@ -95,6 +100,17 @@ class AttendingCache(LineageCache):
         )
         assert self._pc.source is not None
         self._key = self._pc.source.digest
+        try:
+            refuse_elsewhere(model, self._pc)
+        except (PionMlxCompatError, NotImplementedError) as error:
+            self.refusal = str(error)
+            self._tell(f"not attended at the store: {error}")
+            self._let_go()
+
+    @property
+    def active(self) -> bool:
+        """Whether prefixes of the model that is served are attended at the store."""
+        return self._pc is not None
 
     def begins(self, tokens: Sequence[int], anchor: int) -> None:
         """A request of these tokens is served next; its system part ends at ``anchor``."""
@@ -120,7 +136,7 @@ class AttendingCache(LineageCache):
         """Keeps a conversation in this process, that behind a prefix under the prefix's name."""
         told, one = self.on_insert(), _attending(caches)
         if one is None:
-            self._plain.insert_cache(model, tokens, caches)
+            self._plain.insert_cache(model, tokens, caches, cache_type=cache_type)
         elif one.group.broken is None:
             key = model, one.namespace
             self._plain.insert_cache(key, tokens[one.prefix_len :], caches)
@@ -152,10 +168,10 @@ class AttendingCache(LineageCache):
     def stats(self) -> dict[str, Any]:
         """What was attended where, by the layer, and what lives here. Any thread."""
         pc = self._pc
-        told: dict[str, Any] = {}
+        told: dict[str, Any] = {"attended_binary": 0, "attended_resp": 0, "cold_misses": 0}
         if pc is not None:
             lanes = pc.attention.attended().items()
-            told = {f"attended_{lane.replace('-', '_')}": count for lane, count in lanes}
+            told |= {f"attended_{lane.replace('-', '_')}": count for lane, count in lanes}
             told["cold_misses"] = pc.cold_rehydrates_observed
         return {**told, **self._counts, "live_bytes": self.nbytes, "live_entries": len(self)}
 
@@ -168,7 +184,10 @@ class AttendingCache(LineageCache):
 
     def _fetched(self, model: Any, tokens: list[int]) -> tuple[Caches | None, Sequence[int]]:
         cut, pc = self._now.anchor, self._pc
-        if pc is None or not self._flags.min_gain <= cut < len(tokens):
+        if not self._flags.min_gain <= cut < len(tokens):
+            return self._plain.fetch_nearest_cache(model, tokens)
+        if pc is None:
+            self._counts["not_attended"] += 1
             return self._plain.fetch_nearest_cache(model, tokens)
         if list(self._now.tokens) != tokens:  # images have other ids
             return self._plain.fetch_nearest_cache(model, tokens)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pion_vllm_mlx.cache.padding import pads_wrongly
-from pion_vllm_mlx.serve.attended import Attending, Told
+from pion_vllm_mlx.serve.attended import Attending, Told, has_system_part, mark
 from pion_vllm_mlx.serve.batch_processors import keep_processors
 from pion_vllm_mlx.serve.engine_mlx_lm_anchor import Anchors
 from pion_vllm_mlx.serve.engine_mlx_lm_left import Watched, connection_of, fasten
@@ -55,7 +55,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
     def __init__(
         self, model_provider: Any, cache: LineageCache, attending: Attending | None = None
     ) -> None:
-        """With ``attending`` requests are served one at a time, as caches of that kind want it."""
+        """With ``attending`` what it serves is served one at a time, as its caches want it."""
         self.cache = cache
         self._attending = attending
         self.ready = threading.Event()
@@ -77,6 +77,8 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
     ) -> tuple[Any, Any]:
         """As mlx-lm's; prepares the request, and notes its context in ``current``."""
         self._prepare(request, generation_args)
+        if self._attending is not None:
+            mark(request, generation_args)
         connection = vars(self.current).get("connection")
         if not self._is_distributed:  # the others are sent the request, and nobody asks them
             fasten(request, connection)
@@ -192,6 +194,7 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         try:
             self._load()
             self._attach()
+            self._refuse_unattended()
             if self.model_provider.model is not None:
                 default = server.ModelDescription(DEFAULT_MODEL, DEFAULT_MODEL, None)
                 self._served = default, self.model_provider.tokenizer
@@ -222,6 +225,11 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
             if wrong is not None:
                 log.error("%s", wrong)
                 os._exit(FAILED)
+
+    def _refuse_unattended(self) -> None:
+        if self._attending is not None and self._attending.refusal:
+            log.error("--pion-attend does not go with this model: %s", self._attending.refusal)
+            os._exit(FAILED)
 
     def _attach(self) -> None:
         provider = self.model_provider
@@ -284,7 +292,10 @@ class Generator(server.ResponseGenerator):  # type: ignore[misc]
         return found[0], super()._make_state_machine(model_key, tokenizer, [], *rest, **more)[1]
 
     def _is_batchable(self, args: Any) -> bool:
-        return self._attending is None and bool(super()._is_batchable(args))
+        attending = self._attending
+        if attending is not None and attending.active and has_system_part(args):
+            return False
+        return bool(super()._is_batchable(args))
 
     def _some_tokens(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """mlx-lm's ``_tokenize``; generation for all would end over a prompt of no tokens.

@@ -12,6 +12,7 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 
 from pion_vllm_mlx.cache.lineage.missed import Missed
+from pion_vllm_mlx.errors import PionError
 from pion_vllm_mlx.serve.engine_child import EngineLink, authorized
 from pion_vllm_mlx.serve.engine_mlx_lm_generator import Generator
 from pion_vllm_mlx.serve.engine_mlx_lm_prepare import REFUSALS
@@ -110,6 +111,13 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         model = {"id": self.response_generator.cli_args.model, "object": "model"}
         self._answer(200, {"object": "list", "data": [{**model, "created": int(time.time())}]})
 
+    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
+        """mlx-lm's; a reply that cannot go on ends with the reason, where it breaks off there."""
+        try:
+            super().handle_completion(request, stop_words)
+        except (PionError, *REFUSALS) as error:
+            self._break_off(str(error) or type(error).__name__)
+
     def generate_response(self, *args: Any, **options: Any) -> Json:
         """mlx-lm's body or chunk; the whole body and the last chunk have the receipt.
 
@@ -174,6 +182,16 @@ class Handler(server.APIHandler):  # type: ignore[misc]
         receipt = self.response_generator.receipt()
         if receipt is not None:
             response["pion"] = receipt
+
+    def _break_off(self, reason: str) -> None:
+        log.error("a reply cannot go on: %s", reason)
+        error = {"error": {"message": f"the reply cannot go on: {reason}", "code": 503}}
+        if self.stream:
+            self.wfile.write(f"data: {json.dumps(error)}\n\n".encode())
+            self.wfile.flush()
+        else:  # the status is not sent yet
+            self._headers_buffer: list[bytes] = []
+            self._answer(503, error)
 
     def _answer(self, status: int, value: Any) -> None:
         body = json.dumps(value, ensure_ascii=False, default=str).encode()

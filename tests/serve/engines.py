@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import signal
 import time
 from collections.abc import Iterator
@@ -77,11 +78,16 @@ class Engine:
         words = [COUNTING, "--counter", str(self.counter), "--model", str(self.model)]
         self.child = EngineChild.started(self.log, *words, *self.store, *self.flags, *more)
         deadline = time.monotonic() + START_SECONDS
-        while self.request("/health")[0] != 200:
+        while not self._healthy():
             if self.child.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the engine did not come up:\n{self.output()}")
             time.sleep(0.02)
         return self
+
+    def _healthy(self) -> bool:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # it may just be ending
+            return self.request("/health")[0] == 200
+        return False
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal it and wait; the exit code."""

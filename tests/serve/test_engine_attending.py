@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -151,9 +152,36 @@ def test_what_has_no_system_part_is_served_as_ever(served: Served) -> None:
     assert served.attended() == before
     text = "Nor here. " * 9
     assert served.engine.complete(text, LIMIT).cached == 0
-    again = served.engine.complete(text, LIMIT)
-    # as without a store: mlx-lm's own cache takes nothing back from a window
-    assert again.cached == (len(text) - 1 if served.whole == len(served.model.layers) else 0)
+    assert served.engine.complete(text, LIMIT).cached == len(text) - 1
+
+
+def test_a_conversation_without_a_system_part_is_reused_as_without_the_flag(
+    served: Served, tmp_path: Path
+) -> None:
+    chat = [user("Nobody told me what to be. " * 6)]
+    with running_engine(tmp_path, served.engine.model, "--no-pion") as plain:
+        for turn in range(4):
+            one = served.chat(chat)
+            other = plain.chat(chat, LIMIT)
+            assert one.text == other.text
+            if turn:  # the first begins as another test's chats may have
+                assert one.cached == other.cached > 0 and one.forward == other.forward
+            chat += [{"role": "assistant", "content": f"Answer {turn}."}, user("And then?")]
+
+
+@pytest.mark.parametrize(
+    ("family", "why"), [("mamba", "ArraysCache"), ("deepseek_v3", "keys of")]
+)
+def test_a_model_that_cannot_be_attended_is_refused_at_the_start(
+    served: Served, tmp_path: Path, family: str, why: str
+) -> None:
+    from tests.serve.tiny_folder import make_folder
+
+    folder = make_folder(tmp_path / family, family)
+    with pytest.raises(RuntimeError, match="--pion-attend does not go with this model") as refused:
+        with running_engine(tmp_path, folder, *flags(served.store)):
+            pass
+    assert why in str(refused.value) and "Traceback" not in str(refused.value)
 
 
 def test_a_store_that_was_killed_costs_a_prefill_and_no_reply(served: Served) -> None:
@@ -189,4 +217,7 @@ def test_a_store_that_is_killed_within_a_reply_ends_it_with_an_error(served: Ser
         finally:
             served.store.start()
     assert b"[DONE]" not in rest and b'"finish_reason": "' not in rest
+    error = json.loads(rest.rpartition(b"data: ")[2])["error"]
+    assert "cannot go on" in error["message"] and error["code"] == 503
+    assert "Traceback" not in served.engine.output()
     until_attended(served)
