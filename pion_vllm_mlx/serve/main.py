@@ -48,6 +48,8 @@ class _Server(uvicorn.Server):
                 log.info("finishing %d requests; once more ends at once", self._gate.in_flight)
             self._draining = asyncio.create_task(self._drain())
         else:
+            # it would tell of each reply that is broken off
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             self.should_exit = self.force_exit = True
 
     async def _drain(self) -> None:
@@ -82,7 +84,10 @@ def run(options: ServeOptions, module: str | None = None) -> int:
         return 1
     with listening, contextlib.closing(uvloop.new_event_loop()) as loop:
         asyncio.set_event_loop(loop)
-        return loop.run_until_complete(_serve(options, listening, module))
+        try:
+            return loop.run_until_complete(_serve(options, listening, module))
+        finally:
+            loop.run_until_complete(_end_tasks())
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -133,6 +138,14 @@ async def _serve(options: ServeOptions, listening: socket.socket, module: str | 
         await asyncio.gather(first, return_exceptions=True)
         await supervisor.close()
     return 1 if failed else 0
+
+
+async def _end_tasks() -> None:
+    """Ends what still runs: the replies that a second signal has broken off."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _begin(work: Awaitable[object], server: uvicorn.Server) -> bool:

@@ -198,16 +198,20 @@ def test_an_idle_front_ends_at_once(tmp_path: Path) -> None:
         assert not alive(front.engine_pids()[0])
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_at_once_and_without_tracebacks(tmp_path: Path) -> None:
     with running_front(tmp_path) as front:
         (engine,) = front.engine_pids()
-        stream = open_stream(front, "slow 100000")
+        streams = [open_stream(front, "slow 100000") for _ in range(3)]
         os.kill(front.pid, signal.SIGINT)
-        until(lambda: "finishing 1 requests" in front.output(), "draining")
+        until(lambda: "finishing 3 requests" in front.output(), "draining")
         os.kill(front.pid, signal.SIGINT)
-        front.process.wait(timeout=30)
+        assert front.process.wait(timeout=30) == 0
         until(lambda: not alive(engine), "the engine's end")
-        stream.close()
+        for stream in streams:
+            stream.close()
+        told = front.output().partition("finishing 3 requests")[2]
+        for one in ("Traceback", "destroyed", "never retrieved", "Exception"):
+            assert one not in told, told
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/v1/responses", "/v1/completions"])
