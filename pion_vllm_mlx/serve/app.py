@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pion_vllm_mlx.serve import anthropic_request, chat_request, responses_request
 from pion_vllm_mlx.serve.anthropic_reply import AnthropicReply
 from pion_vllm_mlx.serve.api_errors import ApiError, bad_request
-from pion_vllm_mlx.serve.chat_form import chat_form, explained_form
+from pion_vllm_mlx.serve.chat_form import chat_form, explained_form, known_api
 from pion_vllm_mlx.serve.chat_reply import ChatReply, CompletionReply
 from pion_vllm_mlx.serve.checks import Json
 from pion_vllm_mlx.serve.engine_client import Answer, EngineClient, error_text
@@ -93,9 +93,9 @@ class Front:
     async def explain(self, request: Request) -> ASGIApp:
         """``/v1/pion/explain``: ``?api=`` says whose body it is; an empty one: the last miss."""
         body = await read_object(request) if request.method == "POST" else {}
+        api, fetch = known_api(request.query_params.get("api", "chat")), self.media_urls
         if not body:
             return self._forward("POST", EXPLAIN, {})
-        api, fetch = request.query_params.get("api", "chat"), self.media_urls
         sent = explained_form(body, api, normalize=self.normalize, fetch=fetch)
         return self._forward("POST", EXPLAIN, sent)
 

@@ -27,8 +27,13 @@ def chat_form(body: Json, api: str, *, normalize: bool = True, fetch: bool = Fal
 
 def explained_form(body: Json, api: str, *, normalize: bool = True, fetch: bool = False) -> Json:
     """``chat_form``, and ``body`` of a text completion, which has a prompt for messages."""
-    if api == COMPLETIONS:
+    if known_api(api) == COMPLETIONS:
         return chat_request.completion_body(body)
-    if api not in APIS:
-        raise bad_request(f"api must be {', '.join(EXPLAINED_APIS[:-1])} or {COMPLETIONS}")
     return chat_form(body, api, normalize=normalize, fetch=fetch)
+
+
+def known_api(api: str) -> str:
+    """``api``, if a body of it can be explained. Raises ``ApiError`` 400."""
+    if api not in EXPLAINED_APIS:
+        raise bad_request(f"api must be {', '.join(EXPLAINED_APIS[:-1])} or {COMPLETIONS}")
+    return api

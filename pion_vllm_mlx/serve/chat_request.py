@@ -140,6 +140,7 @@ def _common(body: Json) -> Json:
         if body.get(name) not in (None, MODEL):
             raise bad_request(f"{name} cannot be chosen by a request: see serve's {flag}")
     seed = checks.seed(body, "seed")
+    checks.count(body, "max_tokens", least=0)
     limit = checks.count(body, "max_completion_tokens", least=0)
     # Absent and null mean the same, but not to every engine.
     given = {name: value for name, value in body.items() if value is not None}

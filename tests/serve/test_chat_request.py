@@ -84,6 +84,8 @@ def test_what_the_engine_knows_passes_through_and_null_means_absent() -> None:
         ({"messages": [HI], "stream": 1}, "stream"),
         ({"messages": [HI], "stream_options": "x"}, "stream_options"),
         ({"messages": [HI], "n": 2}, "n must be 1"),
+        ({"messages": [HI], "max_tokens": True}, "max_tokens must be an integer"),
+        ({"messages": [HI], "max_tokens": -1}, "max_tokens must be at least 0"),
         ({"messages": [HI], "stop": 5}, "stop"),
         ({"messages": [HI], "stop": ""}, "stop has an empty string"),
         ({"messages": [HI], "stop": ["x", ""]}, "stop has an empty string"),
