@@ -7,8 +7,7 @@ then the tokens behind the prefix. Such caches cannot be merged: requests are se
 
 What has no system part is served as without a store, and so is another model that a request
 names and that cannot be attended; the one that serve is started with is refused then. Where the
-store fails in the middle of a request, before its first token the request is computed here from its
-beginning, and after it ends with the error.
+store fails in the middle of a request, its prompt is computed here, and the reply goes on.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -31,6 +31,7 @@ from pion_vllm_mlx.patch import (
 from pion_vllm_mlx.patch.build import refuse_elsewhere
 from pion_vllm_mlx.patch.model_check import flattened
 from pion_vllm_mlx.serve.engine_child import EngineLink
+from pion_vllm_mlx.serve.engine_mlx_lm_single import advanced, going_on, with_history
 from pion_vllm_mlx.serve.lineage_cache import REPLY, LineageCache
 from pion_vllm_mlx.serve.lineage_cache_limits import CacheLimits
 from pion_vllm_mlx.serve.pion_flags import PionFlags
@@ -143,27 +144,25 @@ class AttendingCache(LineageCache):
         told()
 
     def stream_generate(self, **options: Any) -> Iterator[Any]:
-        """As mlx-lm's; where the store fails before the first token, all is computed here."""
+        """As mlx-lm's; where the store fails it goes on with caches that are computed here."""
         self._not_reused(self._now.computed)
         if _attending(options["prompt_cache"]) is None:
             yield from self._original(**options)
             return
-        given = False
+        tokens, random, said = list(self._now.tokens), _random_state(), list[int]()
+        attended = {**options, "logits_processors": with_history(tokens, options)}
         try:
-            for response in self._original(**options):
-                given = True
+            for response in self._original(**attended):
+                said.append(response.token)
                 yield response
             return
         except _FAILURES as error:
             self._plain.trim_to(n_sequences=0)  # others behind that prefix would fail, too
-            if given:
-                raise
             self._failed(error)
-        options["prompt"] = list(self._now.tokens)
-        options["prompt_cache"] = make_prompt_cache(options["model"])
         if self._now.context is not None:
             self._not_reused(self._now.context.prompt_cache_count)
-        yield from self._original(**options)
+        mx.random.seed(random)
+        yield from self._from_here(tokens, said, options)
 
     def stats(self) -> dict[str, Any]:
         """What was attended where, by the layer, and what lives here. Any thread."""
@@ -201,6 +200,21 @@ class AttendingCache(LineageCache):
             self._failed(error)
             return self._plain.fetch_nearest_cache(model, tokens)
         return caches, tokens[cut:]
+
+    def _from_here(
+        self, tokens: list[int], said: list[int], options: dict[str, Any]
+    ) -> Iterator[Any]:
+        """The rest of a reply of which so much was said."""
+        detokenizer = options["tokenizer"].detokenizer
+        for token in said:
+            detokenizer.add_token(token)
+        _ = detokenizer.last_segment  # was written
+        options["prompt"] = [*tokens, *said]
+        options["logits_processors"] = with_history(options["prompt"], options)
+        options["prompt_cache"] = make_prompt_cache(options["model"])
+        options["max_tokens"] -= len(said)
+        options["sampler"] = advanced(options["sampler"], len(said))
+        yield from going_on(self._original, options, detokenizer)
 
     def _at_store(self, pc: PionPromptCache, name: str, ids: list[int]) -> Caches:
         """A cache over a prefix at the store; the prefix itself where it cannot be stored there."""
@@ -241,6 +255,13 @@ class AttendingCache(LineageCache):
         if pc is not None:
             pc.close()
         self._plain.trim_to(n_sequences=0)
+
+
+def _random_state() -> int:
+    """The seed that gives the random state that there is now."""
+    state: Any = mx.random.state
+    high, low = state[0].tolist()
+    return int(high) << 32 | int(low)
 
 
 def _attending(caches: Sequence[Any]) -> PionPrefixCache | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -53,7 +53,7 @@ class SingleRequests:
         return self._served(plan, store, options)
 
     def _served(self, plan: Plan, store: LineageStore, options: dict[str, Any]) -> Iterator[Any]:
-        options["logits_processors"] = _with_history(plan, options)
+        options["logits_processors"] = with_history([*plan.tokens, *plan.resume], options)
         # what a draft model proposes is in the caches before it is accepted
         durable_tokens = 0 if options.get("draft_model") is not None else self._durable_tokens
         reply = Reply(plan, options["prompt_cache"], durable_tokens)
@@ -129,24 +129,33 @@ class Prefill:
             )
 
 
-def _with_history(plan: Plan, options: dict[str, Any]) -> list[Any]:
+def with_history(prompt: Sequence[int], options: dict[str, Any]) -> list[Any]:
     """Logits processors that see the whole prompt, as they do where nothing is reused.
 
-    mlx-lm shows them what it prefills itself.  Speculative decoding shows them the last token
-    of a prompt only, and that is what they still see there.
+    mlx-lm shows them the end of what it prefills itself, of any length.  Speculative decoding
+    shows them the last token of a prompt only, and that is what they still see there.
     """
     processors = list(options.get("logits_processors") or [])
     if not processors or options.get("draft_model") is not None:
         return processors
-    seen = mx.array([*plan.tokens, *plan.resume][:-1], dtype=mx.uint32)
-
-    def wrapped(processor: Any) -> Any:
-        return lambda tokens, logits: processor(mx.concatenate([seen, tokens]), logits)
-
-    return [wrapped(processor) for processor in processors]
+    return [_Remembering(processor, prompt) for processor in processors]
 
 
-def _advanced(sampler: Sampler, count: int) -> Sampler:
+class _Remembering:
+    """A logits processor, and the tokens before those that it is shown first."""
+
+    def __init__(self, processor: Callable[[mx.array, mx.array], mx.array], prompt: Any) -> None:
+        self._processor, self._prompt = processor, list(prompt)
+        self._before: mx.array | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._before is None:
+            hidden = len(self._prompt) - tokens.size
+            self._before = mx.array(self._prompt[: max(0, hidden)], dtype=mx.uint32)
+        return self._processor(mx.concatenate([self._before, tokens]), logits)
+
+
+def advanced(sampler: Sampler, count: int) -> Sampler:
     """A sampler that has the random state behind ``count`` tokens when it is called first.
 
     Each call takes as many keys as every other, whatever the logits; of those here nothing but
@@ -169,10 +178,7 @@ def _advanced(sampler: Sampler, count: int) -> Sampler:
 def _resumed(
     original: Callable[..., Iterator[Any]], plan: Plan, options: dict[str, Any], noted: Noted
 ) -> Iterator[Any]:
-    """A reply from its first token on: what was noted, and what follows it.
-
-    The text goes through one detokenizer, since characters and spaces span tokens.
-    """
+    """A reply from its first token on: what was noted, and what follows it."""
     detokenizer = options["tokenizer"].detokenizer
     nothing = mx.zeros((max(plan.resume) + 1,))
     for count, token in enumerate(plan.resume, 1):
@@ -188,9 +194,19 @@ def _resumed(
             generation_tps=0.0,
             peak_memory=mx.get_peak_memory() / 1e9,
         )
-    options["sampler"] = noted.sampling(_advanced(options["sampler"], len(plan.resume)))
+    options["sampler"] = noted.sampling(advanced(options["sampler"], len(plan.resume)))
     options["prompt"] = plan.resume[-1:]
     options["max_tokens"] -= len(plan.resume)
+    yield from going_on(original, options, detokenizer)
+
+
+def going_on(
+    original: Callable[..., Iterator[Any]], options: dict[str, Any], detokenizer: Any
+) -> Iterator[Any]:
+    """The rest of a reply, whose first tokens ``detokenizer`` has had.
+
+    The text goes through one, since characters and spaces span tokens.
+    """
     for response in original(**options):
         if response.finish_reason != "stop":
             detokenizer.add_token(response.token)

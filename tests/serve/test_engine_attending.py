@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.client
+import io
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pion_vllm_mlx.errors import StoreUnavailable
 from tests.conftest import RunningServer, running_server
 from tests.serve.engines import Engine, Reply, running_engine
 
 pytest.importorskip("mlx_lm")
 
 LIMIT = 6
+#: a random model would end its reply somewhere, or have it taken for thoughts or a call of a tool.
+NO_END = {str(token): -100.0 for token in (*range(7), *range(101, 263))}
 TERSE = {"role": "system", "content": "You are terse, and you know the whole manual. " * 8}
 
 
@@ -197,27 +199,78 @@ def test_a_store_that_was_killed_costs_a_prefill_and_no_reply(served: Served) ->
     until_attended(served)
 
 
-def test_a_store_that_is_killed_within_a_reply_ends_it_with_an_error(served: Served) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"seed": 7, "temperature": 1.0}, {"repetition_penalty": 1.5}],
+    ids=["greedy", "drawn", "penalized"],
+)
+def test_a_reply_goes_on_when_the_store_is_killed_within_it(
+    served: Served, more: dict[str, Any]
+) -> None:
+    limit = 400
     body = {
-        "messages": [TERSE, user("Tell me everything.")],
-        "max_tokens": 4000,
+        "messages": [TERSE, user(f"Tell me everything. {sorted(more)}")],
+        "max_tokens": limit,
         "stream": True,
+        "stream_options": {"include_usage": True},
         "temperature": 0,
-        "logit_bias": {"0": -100.0},
+        "logit_bias": NO_END,
+        **more,
     }
-    with served.engine.open("/v1/chat/completions", body) as answer:
-        while b"delta" not in answer.readline():
-            pass  # comments while the prompt is computed
-        served.store.kill()
-        try:
-            with contextlib.suppress(http.client.HTTPException, OSError):
-                rest = b""
-                while line := answer.readline():
-                    rest += line
-        finally:
-            served.store.start()
-    assert b"[DONE]" not in rest and b'"finish_reason": "' not in rest
-    error = json.loads(rest.rpartition(b"data: ")[2])["error"]
-    assert "cannot go on" in error["message"] and error["code"] == 503
-    assert "Traceback" not in served.engine.output()
+    whole, usage = said(served, body)
+    assert usage["completion_tokens"] == limit
+    again, usage = said(served, body)
+    assert again == whole and usage["prompt_tokens_details"]["cached_tokens"] > 0
+    before = served.engine.stats()["not_attended"]
+    try:
+        again, usage = said(served, body, after=limit // 10, then=served.store.kill)
+    finally:
+        served.store.restart()
+    assert again == whole and usage["completion_tokens"] == limit
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0  # all was computed in the end
+    assert served.engine.stats()["not_attended"] == before + 1
     until_attended(served)
+
+
+def said(
+    served: Served, body: dict[str, Any], after: int = 0, then: Callable[[], None] | None = None
+) -> tuple[str, dict[str, Any]]:
+    """The text of a stream, and its usage; ``then`` is called after so many parts of it."""
+    text, usage, parts = "", {}, 0
+    with served.engine.open("/v1/chat/completions", body) as answer:
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            assert "error" not in chunk, chunk
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                text += choice["delta"].get("content") or ""
+                parts += 1
+            if then is not None and parts >= after:
+                then()
+                then = None
+    assert then is None
+    return text, usage
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reply_that_cannot_go_on_says_why(monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    from pion_vllm_mlx.serve import engine_mlx_lm_http
+
+    def broken(self: Any, request: Any, stop_words: list[str]) -> None:
+        self._headers_buffer = [b"HTTP/1.1 200 OK"]
+        raise StoreUnavailable("the layer is gone")
+
+    monkeypatch.setattr(engine_mlx_lm_http.server.APIHandler, "handle_completion", broken)
+    monkeypatch.setattr(engine_mlx_lm_http.Handler, "_set_cors_headers", lambda self: None)
+    handler = object.__new__(engine_mlx_lm_http.Handler)
+    vars(handler).update(
+        stream=stream, wfile=io.BytesIO(), request_version="HTTP/1.1", close_connection=False,
+        protocol_version="HTTP/1.1", requestline="POST /",
+    )  # fmt: skip
+    handler.handle_completion(None, [])
+    told = handler.wfile.getvalue()
+    assert told.startswith(b"data: {" if stream else b"HTTP/1.1 503") and b"200 OK" not in told
+    error = json.loads(told[told.index(b'{"error"') :])["error"]
+    assert error == {"message": "the reply cannot go on: the layer is gone", "code": 503}
