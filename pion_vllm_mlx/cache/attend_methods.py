@@ -133,12 +133,16 @@ class AttendMethods:
         Q: ArrayLike,
         K_suf: ArrayLike,
         V_suf: ArrayLike,
-        head_map: HeadMap,
+        head_map: HeadMap | None = None,
         fa_window: int | None = None,
     ) -> Floats:
-        """``Q`` ``(H_q, M, D)`` over prefix and suffix ``(H_kv, S, D)``, causal within it."""
+        """``Q`` ``(H_q, M, D)`` over prefix and suffix ``(H_kv, S, D)``, causal within it.
+
+        ``head_map`` None shares the stored heads evenly.
+        """
         q, (keys, values) = _floats(Q, "Q", 3), _pair(K_suf, V_suf, "K_suf", "V_suf")
-        query = Query(q, keys, values, _map(head_map), fa_window)
+        mapped = even_head_map(q.shape[0], keys.shape[0]) if head_map is None else _map(head_map)
+        query = Query(q, keys, values, mapped, fa_window)
         shape = keys.shape[0], q.shape[2]
         return self._asked(
             _slot(namespace, layer_id), shape, lambda slot: self._attend.fused(slot, query)
