@@ -71,7 +71,6 @@ def test_a_fused_query_sees_the_suffix_causally(pc: Any, window: int | None) -> 
     even = [head * H_KV // H_Q for head in range(H_Q)]
     named = pc.attend_query_fused("ns", 0, q, k, v, even, fa_window=window)
     assert np.array_equal(pc.attend_query_fused("ns", 0, q, k, v, fa_window=window), named)
-    assert not np.array_equal(named, found)
 
 
 def test_a_sparse_query_with_all_blocks_is_dense(pc: Any) -> None:
