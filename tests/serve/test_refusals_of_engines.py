@@ -95,36 +95,16 @@ def test_a_stop_sequence_that_ended_a_reply_is_its_stop_reason() -> None:
         assert (one["stop_reason"], one["stop_sequence"]) == ("end_turn", None)
 
 
-class _Letters:
-    """A tokenizer of single characters."""
-
-    eos_token_ids = {0}
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(map(chr, tokens))
-
-
 class _Response:
     def __init__(self, token: int, reason: str | None = None) -> None:
         self.token, self.finish_reason = token, reason
-
-
-@pytest.mark.parametrize(
-    ("said", "reason", "word"),
-    [("one END", "stop", "END"), ("one END", "length", None), ("END\0", "stop", None)],
-)
-def test_only_a_stop_sequence_at_the_end_is_named(said: str, reason: str, word: str | None) -> None:
-    reply = FollowedReply(["no", "ND", "END"], None)
-    responses = [_Response(ord(one)) for one in said[:-1]] + [_Response(ord(said[-1]), reason)]
-    assert list(reply.follow(iter(responses))) == responses
-    assert reply.stopped_by(_Letters()) == word
 
 
 def test_a_reply_ends_when_its_client_has_left_though_nothing_was_written() -> None:
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            reply = FollowedReply([], ours).follow(_Response(1) for _ in range(3))
+            reply = FollowedReply([], ours).follow((_Response(1) for _ in range(3)), None)
             next(reply)
             refuse_left(None)
         with pytest.raises(ConnectionError):
