@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ def opened(store: RunningServer) -> Iterator[Opener]:
 
 @pytest.fixture
 def own(tmp_path: Path) -> Iterator[RunningServer]:
-    """A server of this test alone."""
+    """A server of this test alone, which may be frozen at its end."""
     with running_server(tmp_path / "data") as server:
         yield server
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(server.pid, signal.SIGCONT)

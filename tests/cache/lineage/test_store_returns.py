@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
@@ -15,21 +14,10 @@ from pion_vllm_mlx.cache.lineage.background import Background, Task
 from pion_vllm_mlx.cache.store_client_endpoint import BackOff
 from pion_vllm_mlx.errors import StoreUnavailable
 from tests.cache.lineage.driving import KINDS, Engine, open_store, prompt
-from tests.conftest import RunningServer, free_port_block
+from tests.conftest import RunningServer
 from tests.models import tiny_model
 
 HANGS = 60.0
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[RunningServer]:
-    folder = tmp_path / "data"
-    folder.mkdir(mode=0o700)
-    server = RunningServer(free_port_block(), folder)
-    server.start()
-    yield server
-    os.kill(server.pid, signal.SIGCONT)
-    server.stop()
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -48,9 +36,9 @@ def quick(store: LineageStore, monkeypatch: pytest.MonkeyPatch) -> LineageStore:
     return store
 
 
-def found(server: RunningServer, name: str, ids: list[int]) -> int:
+def found(own: RunningServer, name: str, ids: list[int]) -> int:
     """How much of a prompt another process would find."""
-    store = open_store(tiny_model(name), server)
+    store = open_store(tiny_model(name), own)
     length = store.match(ids).length
     store.close()
     return length
@@ -59,50 +47,50 @@ def found(server: RunningServer, name: str, ids: list[int]) -> int:
 @pytest.mark.parametrize("kind", ["plain", "gated delta", "window"])
 @pytest.mark.parametrize("gone", ["frozen", "killed"])
 def test_what_was_kept_while_the_store_was_gone_is_written_when_it_is_back(
-    gone: str, kind: str, server: RunningServer, monkeypatch: pytest.MonkeyPatch
+    gone: str, kind: str, own: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, kv_bits = KINDS[kind]
     model, ids = tiny_model(name), prompt(150, 1)
-    store = quick(open_store(model, server), monkeypatch)
+    store = quick(open_store(model, own), monkeypatch)
     engine = Engine(model, store, kv_bits)
     engine.turn(prompt(100, 2))
     assert store.flush(HANGS)
     before = store.stats().get("written", 0)
     if gone == "frozen":
-        os.kill(server.pid, signal.SIGSTOP)
+        os.kill(own.pid, signal.SIGSTOP)
     else:
-        server.kill()
+        own.kill()
     turn = engine.turn(ids)
     assert all(turn.kept)
     until(lambda: store._back.endpoint.door.paused())  # it was tried, and failed
     assert store.stats()["waiting"] and store.stats().get("written", 0) == before
     if gone == "frozen":
-        os.kill(server.pid, signal.SIGCONT)
+        os.kill(own.pid, signal.SIGCONT)
     else:
-        server.start()
+        own.start()
     until(lambda: not store.stats()["waiting"])
     stats = store.stats()
     assert stats["written"] == stats["kept"] and not stats.get("failed")
-    assert found(server, name, ids) == len(ids) - 1
+    assert found(own, name, ids) == len(ids) - 1
     store.close()
 
 
 def test_who_waits_for_the_end_does_not_wait_for_a_store_that_is_gone(
-    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+    own: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = tiny_model("llama"), prompt(150, 1)
-    store = quick(open_store(model, server), monkeypatch)
-    server.kill()
+    store = quick(open_store(model, own), monkeypatch)
+    own.kill()
     engine = Engine(model, store)
     engine.turn(ids)
     until(lambda: store._back.endpoint.door.paused())
     assert store.flush(HANGS / 4)  # less than the patience that a store is shown
     stats = store.stats()
     assert stats["failed"] == stats["kept"] and not stats["waiting_bytes"]
-    server.start()
+    own.start()
     until(lambda: not store._back.endpoint.door.paused())
     engine.turn(ids)
-    assert store.flush(HANGS) and found(server, "llama", ids) == len(ids) - 1
+    assert store.flush(HANGS) and found(own, "llama", ids) == len(ids) - 1
     store.close()
 
 
