@@ -197,17 +197,13 @@ class Background:
     def _run(self, task: Task) -> bool:
         """Does a task, and tells what became of it; False where it is to be tried again."""
         failure = _tried(task.run)
-        if task.patient and self._waits(failure):
-            return False
         try:
-            try:
-                if failure is not None:
-                    task.failed(failure)
-            finally:
-                task.over()
-        except Exception:  # noqa: BLE001  (the thread outlives those that are told what became of it)
-            log.exception("what became of a prefix could not be told")
-        return True
+            if task.patient and self._waits(failure):
+                return False
+            _tell(task, failure)
+            return True
+        finally:
+            failure = None  # its frames hold this one: what the task had is to be freed now
 
     def _waits(self, failure: BaseException | None) -> bool:
         """Whether the store is gone, and still waited for."""
@@ -218,6 +214,18 @@ class Background:
             self._gone_since = time.monotonic()
         patient = time.monotonic() - self._gone_since < PATIENCE_SECONDS
         return patient and not (self._closed or self._flushing)
+
+
+def _tell(task: Task, failure: BaseException | None) -> None:
+    """Those who wait for a task get to know what became of it."""
+    try:
+        try:
+            if failure is not None:
+                task.failed(failure)
+        finally:
+            task.over()
+    except Exception:  # noqa: BLE001  (the thread outlives whatever they raise)
+        log.exception("what became of a prefix could not be told")
 
 
 def _tried(run: Callable[[], None]) -> BaseException | None:

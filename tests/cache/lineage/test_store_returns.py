@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import weakref
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 
 from pion_vllm_mlx.cache.lineage import LineageStore, background
 from pion_vllm_mlx.cache.lineage.background import Background, Task
 from pion_vllm_mlx.cache.store_client_endpoint import BackOff
-from pion_vllm_mlx.errors import StoreUnavailable
+from pion_vllm_mlx.errors import PionError, StoreUnavailable
 from tests.cache.lineage.driving import KINDS, Engine, open_store, prompt
 from tests.conftest import RunningServer
 from tests.models import tiny_model
@@ -123,6 +127,34 @@ def test_patience_ends_and_begins_anew_with_what_is_written(
     until(lambda: not line.waiting)
     assert tries["last"] > 2 and told[2:] == ["last failed"] and line.waiting_bytes == 0
     line.close(1)
+
+
+@pytest.mark.parametrize("patient", [False, True])
+@pytest.mark.parametrize("error", [StoreUnavailable, PionError])
+def test_what_a_task_had_is_freed_when_it_has_failed(
+    error: type[Exception], patient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once: nobody knows when garbage is collected next, and it may be gigabytes."""
+    monkeypatch.setattr(background, "PATIENCE_SECONDS", 0.0)
+    line = Background(1 << 20, lambda: None)
+    held = np.zeros(3)
+    known = weakref.ref(held)
+
+    def task(held: Any) -> Task:
+        def run() -> None:
+            raise error(str(held.size))
+
+        return Task(run, lambda failure: None, 1, patient=patient)
+
+    gc.disable()
+    try:
+        assert line.put(task(held)) and line.flush(HANGS)
+        del held
+        assert line.put(Task(lambda: None, lambda failure: None)) and line.flush(HANGS)
+        assert known() is None
+    finally:
+        gc.enable()
+        line.close(1)
 
 
 def test_closing_gives_up_what_waits_for_a_store_and_its_thread_ends() -> None:
